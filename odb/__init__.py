@@ -6,6 +6,8 @@ Names load on first use, so that `import odb.plan` needs no torch.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +30,22 @@ _HOME = {
 }
 
 __all__ = ["LoaderStats", "ODBConfig", "ODBDataLoader", "ODBStepInfo", "apply", "pop_step_info", "scale_loss", "wrap"]
+
+
+def _warn_of_name_clash() -> None:
+    """The paper's reference package is imported as `odb` too: installed side by side, one hides the other."""
+    try:
+        version = importlib.metadata.version("online-dynamic-batching")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    warnings.warn(
+        f"online-dynamic-batching {version} is installed beside this package and is imported as `odb` too: files of "
+        f"the two mix. This is odb {__version__}, from {__file__}. Uninstall one, or keep them in two environments",
+        stacklevel=3,
+    )
+
+
+_warn_of_name_clash()
 
 
 def __getattr__(name: str) -> Any:

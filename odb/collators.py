@@ -20,11 +20,11 @@ class PadCollator:
     """Pads the sequences of mapping samples to the longest of the group and stacks everything else.
 
     A value counts as a sequence when it is one-dimensional and as long as the sample's `input_ids`. `labels` are padded
-    with `ignore_index`, `attention_mask` (added where samples have none) with 0, other keys with `pad_values[key]` or 0.
+    with `ignore_index`, `attention_mask` (added where there is none) with 0, other keys with `pad_values[key]` or 0.
 
     Attributes:
         pad_token_id: what `input_ids` are padded with.
-        side: "right" or "left". Padding on the left makes every row's first label bear loss, except the longest's.
+        side: "right" or "left". Padded on the left, only a row without padding loses its first label.
         pad_to_multiple_of: the padded length is a multiple of this; give the loader the same number.
 
     Returns:

@@ -199,8 +199,8 @@ class ODBConfig:
 
 
 @dataclass(frozen=True)
-class polynomial_cost:  # noqa: N801 - used like a function
-    """Cost `intercept + b*L + alpha*b*L**2` of a group of `b` rows padded to `L` tokens: attention grows with L squared."""
+class polynomial_cost:  # used like a function
+    """Cost `intercept + b*L + alpha*b*L**2` of `b` rows padded to `L` tokens, as attention grows with L squared."""
 
     intercept: float
     b: float
@@ -216,7 +216,9 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         return
     planned = PLANNED.get(name, {}).get(value) if isinstance(value, str) else None
     if planned:
-        raise ConfigError(f"{name}={value!r} belongs to {planned}, which this version does not have; use one of {allowed}")
+        raise ConfigError(
+            f"{name}={value!r} belongs to {planned}, which this version does not have; use one of {allowed}"
+        )
     hint = _closest(str(value), allowed)
     raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 

@@ -113,8 +113,10 @@ class ODBDataLoader:
         self.drop_last = self.config.drop_last
         self.pin_memory = pin_memory
         self.generator = generator
-        self.collate_fn = collate_fn if collate_fn is not None else PadCollator(
-            ignore_index=self.config.ignore_index, pad_to_multiple_of=self.config.pad_to_multiple_of
+        self.collate_fn = (
+            collate_fn
+            if collate_fn is not None
+            else PadCollator(ignore_index=self.config.ignore_index, pad_to_multiple_of=self.config.pad_to_multiple_of)
         )
         self._shuffle = bool(shuffle)
         self._user_sampler, self._user_batch_sampler = sampler, batch_sampler
@@ -379,7 +381,9 @@ def _check_workers(num_workers: int, prefetch_factor: int | None, persistent: bo
     if prefetch_factor is not None and (
         isinstance(prefetch_factor, bool) or not isinstance(prefetch_factor, int) or prefetch_factor < 1
     ):
-        raise ConfigError(f"prefetch_factor must be an integer >= 1 (samples per worker) or None, got {prefetch_factor!r}")
+        raise ConfigError(
+            f"prefetch_factor must be an integer >= 1 (samples per worker) or None, got {prefetch_factor!r}"
+        )
     if persistent and num_workers == 0:
         raise ConfigError("persistent_workers=True needs num_workers > 0")
     if timeout < 0:
@@ -507,4 +511,3 @@ def apply(loader: DataLoader[Any], **options: Any) -> ODBDataLoader:
     loader.__class__ = mixed
     loader.odb_loader = handle  # type: ignore[attr-defined]
     return handle
-

@@ -17,7 +17,7 @@ STEP_INFO_KEY = "odb_step_info"
 
 @dataclass(frozen=True, slots=True)
 class ODBStepInfo:
-    """One batch as its rank and as all ranks see it. Counts are exact, and `all_*` are sums over data-parallel ranks."""
+    """One batch as its rank and as all ranks see it. Counts are exact; `all_*` are sums over data-parallel ranks."""
 
     step: int  # index of this micro-step in the epoch
     all_samples_this_step: int
@@ -86,6 +86,8 @@ def scale_loss(loss: Tensor, info: Any, total: int | None = None, world_size: in
         loss: scalar tensor, the mean over this rank's loss-bearing labels.
         info: `ODBStepInfo`; or this rank's count, followed by `total` and `world_size`, the paper package's form:
             `loss * info / total * world_size`.
+        total: count over all ranks, in the second form only.
+        world_size: data-parallel ranks, in the second form only.
 
     Raises:
         ConfigError: neither of the two forms.

@@ -98,8 +98,8 @@ class Assembler:
                 raise MeasureError(
                     f"the collated batch has {counted} loss-bearing labels, its samples had {plan.local_loss_tokens} "
                     f"when they were measured (step {plan.step}, ignore_index={self.ignore_index}, "
-                    f"label_shift={self.label_shift}): collate_fn pads on the left, masks, truncates or makes labels of "
-                    "its own, and the loss would be weighed wrongly. Give loss_tokens_fn=... (sample -> labels that "
+                    f"label_shift={self.label_shift}): collate_fn pads on the left, masks, truncates or makes labels "
+                    "of its own, and the loss would be weighed wrongly. Give loss_tokens_fn=... (sample -> labels that "
                     "bear loss after collation)"
                 )
         ids = _field(batch, "input_ids")
@@ -130,7 +130,7 @@ class Assembler:
         return "window"
 
     def probe(self, sample: Any, measure_length: int) -> Any:
-        """A batch of copies of one sample, padded to exactly the token budget where its width divides it.
+        """A batch of copies of one sample, padded to exactly the token budget.
 
         It runs before the first step with weight 0, so that a budget too large for the device fails at once.
         """

@@ -71,9 +71,7 @@ class ProcessBackend:
         use_signal = is_main_thread and self._context.get_start_method() in ("fork", "spawn")
         self._channel, remote = channel_pair()
         try:
-            self._process = supervise.start(
-                self._context, run, (spec, remote, os.getpid(), use_signal), "odb-collate"
-            )
+            self._process = supervise.start(self._context, run, (spec, remote, os.getpid(), use_signal), "odb-collate")
         except Exception as error:
             remote.close()
             self._channel.close()
@@ -170,12 +168,12 @@ class ProcessBackend:
 
 
 def rebuilt(message: Failed) -> BaseException:
-    """The collate process's exception, of its own type where that can be had, with the original traceback as its cause."""
+    """The collate process's exception, of its own type where possible, caused by the original traceback's text."""
     cause = SampleError(f"in the collate process:\n{message.text}")
     if message.error is not None:
         try:
             error = loads_bytes(message.error)
-        except Exception:  # noqa: BLE001 - user exceptions may refuse in any way
+        except Exception:  # user exceptions may refuse in any way
             error = None
         if isinstance(error, BaseException):
             error.__cause__ = cause
@@ -201,7 +199,7 @@ def unpicklable_error(spec: NodeSpec, start_method: str, error: Exception) -> Ex
     for name, value in parts.items():
         try:
             pickle.dumps(value)
-        except Exception as reason:  # noqa: BLE001 - the user's object may refuse in any way
+        except Exception as reason:  # the user's object may refuse in any way
             return ConfigError(
                 f"{name}={value!r} can't be sent to another process ({type(reason).__name__}: {reason}), which start "
                 f"method {start_method!r} needs: use a function or class defined at the top of a module instead of a "
@@ -296,7 +294,7 @@ class InlineBackend:
             with self._failing():
                 for _ in self._items or ():
                     pass
-        except BaseException:  # noqa: BLE001 - kept in self._error, raised where the next batch is asked for
+        except BaseException:  # kept in self._error, raised where the next batch is asked for
             return
         self._items = None
         self._node.finish()
@@ -319,4 +317,3 @@ class InlineBackend:
     def _raise_if_dead(self) -> None:
         if self._error is not None:
             raise self._error
-

@@ -44,7 +44,7 @@ def run(spec: NodeSpec, channel: Channel, parent_pid: int, use_signal: bool) -> 
         server.serve(use_signal)
     except (_Stop, ChannelClosed):
         pass
-    except BaseException as error:  # noqa: BLE001 - whatever it is, all ranks must learn of it
+    except BaseException as error:  # whatever it is, all ranks must learn of it
         code = 1
         server.report(error)
     if not server.close():
@@ -168,7 +168,6 @@ def pickled(error: BaseException) -> bytes | None:
     """The exception as bytes, None where it does not survive pickling."""
     try:
         data: bytes = dumps_bytes(error)
-    except Exception:  # noqa: BLE001 - user exceptions may refuse in any way
+    except Exception:  # user exceptions may refuse in any way
         return None
     return data
-

@@ -89,7 +89,9 @@ def default_length(sample: Any) -> int:
     """
     ids = sample if hasattr(sample, "ndim") else _part(sample, "input_ids", 0)
     if ids is None:
-        raise MeasureError(f"can't measure a sample of type {type(sample).__name__}{_keys(sample)}: no input_ids; {_REMEDY}")
+        raise MeasureError(
+            f"can't measure a sample of type {type(sample).__name__}{_keys(sample)}: no input_ids; {_REMEDY}"
+        )
     shape = getattr(ids, "shape", None)
     if shape is None:
         if isinstance(ids, (list, tuple)) and not (ids and isinstance(ids[0], (list, tuple))):
@@ -120,14 +122,14 @@ def count_loss_labels(labels: Any, ignore_index: int, label_shift: bool) -> int:
 
 
 def default_patches(sample: Any) -> int:
-    """Vision patches of a sample: from `image_grid_thw` / `video_grid_thw` (rows of t, h, w), else rows of `pixel_values`."""
+    """Vision patches: of `image_grid_thw` / `video_grid_thw` (rows of t, h, w), else rows of `pixel_values`."""
     if not isinstance(sample, Mapping):
         return 0
     grids = [sample[key] for key in _GRIDS if sample.get(key) is not None]
     if grids:
         return int(sum(np.prod(np.asarray(grid).reshape(-1, 3), axis=1).sum() for grid in grids))
     pixels = sample.get("pixel_values")
-    return int(pixels.shape[0]) if getattr(pixels, "ndim", 0) >= 2 else 0
+    return int(pixels.shape[0]) if pixels is not None and getattr(pixels, "ndim", 0) >= 2 else 0
 
 
 def size_in_bytes(sample: Any) -> int:

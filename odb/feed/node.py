@@ -82,7 +82,7 @@ class ThreadFeed:
         try:
             while self._inbox.put(self._source.next_chunk()):
                 pass
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the round loop must learn of it
+        except BaseException as error:  # whatever it is, the round loop must learn of it
             self._inbox.fail(error)
 
     def take(self, poll: Callable[[], None]) -> list[Record] | None:

@@ -217,7 +217,7 @@ class WorkerInit:
         info = get_worker_info()
         guarded = getattr(info, "dataset", None)
         if isinstance(guarded, (GuardedDataset, GuardedIterable)):
-            # Users reach for their own dataset in worker_init_fn; WorkerInfo refuses assignment, not a view of its dict.
+            # Users reach for their own dataset in worker_init_fn; WorkerInfo refuses assignment, not a change of its dict.
             vars(info)["dataset"] = guarded.dataset
         if self.user_fn is not None:
             self.user_fn(worker_id)
@@ -315,7 +315,7 @@ class Source:
             self._iterator = None
 
     def first_record(self, limit: int = 1000) -> Record | None:
-        """The first sample of a map-style dataset that can be measured, read here: a rank without samples needs one."""
+        """The first sample of a map-style dataset that can be measured, read in this process."""
         if self.config.is_iterable:
             return None
         try:
@@ -325,7 +325,7 @@ class Source:
         for index in range(count):
             try:
                 record = self.guarded.__getitems__([(self.index_source.order.epoch, index, index)])[0]
-            except Exception:  # noqa: BLE001 - any sample will do, and its own rank reports a broken one
+            except Exception:  # any sample will do, and its own rank reports a broken one
                 continue
             if record.measure is not None:
                 return record
@@ -338,7 +338,7 @@ class Source:
 
 
 class Inbox:
-    """Chunks of records drawn ahead of the round that will use them, bounded; filled by a thread, emptied by the round loop."""
+    """Chunks of records drawn ahead of the round that will use them; a thread fills it, the round loop empties it."""
 
     def __init__(self, max_samples: int, max_tokens: int, max_bytes: int) -> None:
         self._limits = (max_samples, max_tokens, max_bytes)
@@ -405,4 +405,3 @@ class Inbox:
 def seeded(base_seed: int, rank: int) -> int:
     """A seed of a rank's own, so that ranks with the same global seed do not draw the same augmentations."""
     return int(np.random.SeedSequence([base_seed & (2**63 - 1), rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
