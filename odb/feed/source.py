@@ -217,7 +217,7 @@ class WorkerInit:
         info = get_worker_info()
         guarded = getattr(info, "dataset", None)
         if isinstance(guarded, (GuardedDataset, GuardedIterable)):
-            # Users reach for their own dataset in worker_init_fn; WorkerInfo refuses assignment, not a change of its dict.
+            # Users reach for their own dataset in worker_init_fn. WorkerInfo refuses assignment, hence its dict.
             vars(info)["dataset"] = guarded.dataset
         if self.user_fn is not None:
             self.user_fn(worker_id)
