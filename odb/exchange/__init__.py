@@ -1,0 +1,1 @@
+"""Transports between ranks: see `odb.exchange.base` for the contract."""

@@ -37,8 +37,17 @@ class Exchange(Protocol):
     def waiting_for_consumer(self) -> AbstractContextManager[None]:
         """While inside, peers are told that this rank waits for its own consumer, and wait on without limit."""
 
+    def check(self) -> None:
+        """Raises `PeerFailedError` if another rank has published a failure. Local and cheap; for waits elsewhere."""
+
+    def explain_disagreement(self) -> str:
+        """Which settings differ between which ranks, in words; "" where that can't be told. Never raises."""
+
     def publish_failure(self, text: str) -> None:
         """Tells all ranks why this one can't go on (bounded text). Never raises."""
+
+    def linger(self, seconds: float) -> None:
+        """After a published failure: waits until all peers have seen it, at most so long. Never raises."""
 
     def close(self) -> None:
         """Leaves. Peers that still wait for this rank get an error that says that it left. Never raises."""

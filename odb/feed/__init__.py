@@ -1,0 +1,1 @@
+"""Processes: from the dataset to the training loop."""

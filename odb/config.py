@@ -1,0 +1,265 @@
+"""Every option of `odb`, once: its name, its default, its meaning, and what is wrong with a wrong value."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from odb.errors import ConfigError
+from odb.plan.types import CostFn, PlanConfig
+
+#: Option values by name, first the default.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "layout": ("padded",),
+    "policy": ("odb", "published"),
+    "split_policy": ("even", "published"),
+    "tail": ("filler", "skip", "drop"),
+    "accum_tail": ("short", "fill"),
+    "sharding": ("auto", "static"),
+    "loss_scaling": ("exact", "approx", "samples", "none"),
+    "on_empty": ("error", "skip"),
+    "on_sample_error": ("raise", "skip"),
+    "on_oversize": ("alone", "error", "skip"),
+}
+
+#: Values that the contract names and this version doesn't have yet: refused in words of their own.
+PLANNED: dict[str, dict[str, str]] = {
+    "layout": {"packed": "sample packing"},
+    "sharding": {"elastic": "elastic sharding"},
+    "on_oversize": {"truncate": "sample packing", "split": "sample packing"},
+}
+
+_AUTO_BUDGETS_HELD = 64  # a window of 64 full groups: the gain of larger ones is small (docs/concepts.md)
+_AUTO_WINDOW = 8192
+_AUTO_HELD_BYTES = 1 << 30
+_AUTO_STEPS = 256
+_MIN_INT: dict[str, int] = {
+    "token_budget": 1,
+    "window": 1,
+    "max_held_tokens": 1,
+    "max_held_bytes": 1,
+    "max_steps_per_round": 1,
+    "max_samples": 1,
+    "max_patches": 1,
+    "pad_to_multiple_of": 1,
+    "rows_multiple": 1,
+    "grad_accum_steps": 1,
+    "sample_quota": 1,
+    "dp_rank": 0,
+    "dp_world_size": 1,
+    "seed": 0,
+}
+_OPTIONAL = {
+    "window",
+    "max_held_tokens",
+    "max_held_bytes",
+    "max_steps_per_round",
+    "max_samples",
+    "max_patches",
+    "sample_quota",
+    "dp_rank",
+    "dp_world_size",
+}
+_BOOLS = ("join", "drop_last", "label_shift", "warmup_probe")
+_CALLABLES = ("cost_fn", "length_fn", "loss_tokens_fn", "patches_fn", "filler_fn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ODBConfig:
+    """The options of a loader, checked when it is made.
+
+    Raises:
+        ConfigError: a value is out of range or of the wrong type, or two options contradict each other. The text
+            names the option, the value and what is possible.
+    """
+
+    token_budget: int  # cost of a group at most; padded layout: rows x padded length in tokens
+    window: int | None = None  # samples a rank may hold; `buffer_size` is accepted for it
+    max_held_tokens: int | None = None  # the same in tokens
+    max_held_bytes: int | None = None  # the same in bytes
+    max_steps_per_round: int | None = None  # most steps agreed on at once
+    layout: str = "padded"
+    max_samples: int | None = None  # rows of a group at most
+    max_patches: int | None = None  # vision patches of a group at most
+    pad_to_multiple_of: int = 1
+    rows_multiple: int = 1
+    cost_fn: CostFn | None = None  # (rows, padded_len) -> cost, or (intercept, b, alpha), see `polynomial_cost`
+    policy: str = "odb"
+    split_policy: str = "even"
+    join: bool = True
+    sample_quota: int | None = None
+    tail: str = "filler"
+    drop_last: bool = False
+    accum_tail: str = "short"
+    sharding: str = "auto"
+    dp_rank: int | None = None
+    dp_world_size: int | None = None
+    loss_scaling: str = "exact"
+    grad_accum_steps: int = 1
+    ignore_index: int = -100
+    label_shift: bool = True
+    length_fn: Callable[[Any], int] | None = field(default=None)
+    loss_tokens_fn: Callable[[Any], int] | None = field(default=None)
+    patches_fn: Callable[[Any], int] | None = field(default=None)
+    on_empty: str = "error"
+    on_sample_error: str = "raise"
+    on_oversize: str = "alone"
+    warmup_probe: bool = False
+    filler_fn: Callable[[], Any] | None = field(default=None)
+    seed: int = 0
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        self._check_ints()
+        for name in _BOOLS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name, allowed in CHOICES.items():
+            _check_choice(name, getattr(self, name), allowed)
+        if isinstance(self.cost_fn, (tuple, list)):
+            object.__setattr__(self, "cost_fn", polynomial_cost(*self.cost_fn))
+        for name in _CALLABLES:
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ConfigError(f"{name} must be callable or None, got {value!r}")
+        self._check_numbers()
+        self._check_combinations()
+
+    def _check_ints(self) -> None:
+        for name, least in _MIN_INT.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise ConfigError(f"{name} must be an integer >= {least}, got {value!r} ({type(value).__name__})")
+            if value < least:
+                raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")
+            object.__setattr__(self, name, int(value))  # numpy integers become plain ones: they travel and are compared
+
+    def _check_numbers(self) -> None:
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            raise ConfigError(f"ignore_index must be an integer, got {self.ignore_index!r}")
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s must be a number of seconds above 0, got {self.timeout_s!r}")
+
+    def _check_combinations(self) -> None:
+        if (self.dp_rank is None) != (self.dp_world_size is None):
+            raise ConfigError(
+                f"dp_rank and dp_world_size go together, got dp_rank={self.dp_rank}, dp_world_size={self.dp_world_size}"
+            )
+        if self.dp_rank is not None and self.dp_world_size is not None and self.dp_rank >= self.dp_world_size:
+            raise ConfigError(f"dp_rank must be below dp_world_size={self.dp_world_size}, got {self.dp_rank}")
+        if self.sample_quota is not None and self.join:
+            raise ConfigError("sample_quota ends an epoch early, join=True drains it: give join=False with a quota")
+        if self.drop_last and self.accum_tail == "fill":
+            raise ConfigError("drop_last=True drops the tail, accum_tail='fill' completes it: choose one")
+        if self.tail == "drop" and self.accum_tail == "fill":
+            raise ConfigError("tail='drop' drops the tail, accum_tail='fill' completes it: choose one")
+        if self.window is not None and self.window < self.grad_accum_steps:
+            raise ConfigError(
+                f"window={self.window} samples can't fill grad_accum_steps={self.grad_accum_steps} micro-steps: "
+                "make the window at least as large"
+            )
+
+    def plan_config(self) -> PlanConfig:
+        """What planning needs of these options, with automatic values filled in."""
+        accum = self.grad_accum_steps
+        cap = self.max_steps_per_round or _AUTO_STEPS
+        held = self.max_held_tokens or max(_AUTO_BUDGETS_HELD, 2 * accum) * self.token_budget
+        return PlanConfig(
+            token_budget=self.token_budget,
+            window=self.window or _AUTO_WINDOW,
+            max_held_tokens=held,
+            max_held_bytes=self.max_held_bytes or _AUTO_HELD_BYTES,
+            max_steps_per_round=-(-cap // accum) * accum,
+            max_samples=self.max_samples,
+            max_patches=self.max_patches,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            rows_multiple=self.rows_multiple,
+            cost_fn=self.cost_fn,
+            policy=self.policy,
+            split_policy="published" if self.policy == "published" else self.split_policy,
+            join=self.join,
+            sample_quota=self.sample_quota,
+            tail=self.tail,
+            drop_last=self.drop_last,
+            accum_tail=self.accum_tail,
+            on_oversize=self.on_oversize,
+            loss_scaling=self.scaling,
+            grad_accum_steps=accum,
+            seed=self.seed,
+        )
+
+    @property
+    def scaling(self) -> str:
+        """`loss_scaling` as it is done: "approx" is a name of the paper's package, and exact here."""
+        return "exact" if self.loss_scaling == "approx" else self.loss_scaling
+
+
+@dataclass(frozen=True)
+class polynomial_cost:  # used like a function
+    """Cost `intercept + b*L + alpha*b*L**2` of `b` rows padded to `L` tokens, as attention grows with L squared."""
+
+    intercept: float
+    b: float
+    alpha: float
+
+    def __call__(self, rows: Any, padded_len: Any) -> Any:
+        """Elementwise over int64 arrays."""
+        return self.intercept + self.b * rows * padded_len + self.alpha * rows * padded_len * padded_len
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value in allowed:
+        return
+    planned = PLANNED.get(name, {}).get(value) if isinstance(value, str) else None
+    if planned:
+        raise ConfigError(
+            f"{name}={value!r} belongs to {planned}, which this version does not have; use one of {allowed}"
+        )
+    hint = _closest(str(value), allowed)
+    raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
+
+
+def _closest(word: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+OPTION_NAMES = tuple(f.name for f in fields(ODBConfig))
+
+
+def make_config(options: dict[str, Any], other_names: Iterable[str] = ()) -> ODBConfig:
+    """`ODBConfig(**options)` with aliases resolved and unknown names refused.
+
+    Args:
+        options: option name -> value; `buffer_size` stands for `window`, and `config=ODBConfig(...)` may be given
+            instead of options (not both).
+        other_names: further names that the caller knows, for "did you mean".
+
+    Raises:
+        ConfigError: an unknown name (the text names the nearest known one), or a wrong value.
+    """
+    options = dict(options)
+    config = options.pop("config", None)
+    if config is not None:
+        if not isinstance(config, ODBConfig):
+            raise ConfigError(f"config must be an ODBConfig, got {type(config).__name__}")
+        if options:
+            raise ConfigError(f"give config=... or single options, not both; got both config and {sorted(options)}")
+        return config
+    if "buffer_size" in options:
+        if options.get("window") is not None:
+            raise ConfigError("buffer_size and window are one option: give window alone")
+        options["window"] = options.pop("buffer_size")
+    if options.get("max_patches") == 0:  # 0 means "no bound" in the paper's package
+        options["max_patches"] = None
+    unknown = [name for name in options if name not in OPTION_NAMES]
+    if unknown:
+        known = (*OPTION_NAMES, "buffer_size", *other_names)
+        raise ConfigError("; ".join(f"unknown option {name!r}{_closest(name, known)}" for name in unknown))
+    if "token_budget" not in options:
+        raise ConfigError("token_budget is required: the most tokens (rows x padded length) that one batch may cost")
+    return ODBConfig(**options)

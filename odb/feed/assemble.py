@@ -1,0 +1,225 @@
+"""From a planned step to what the training loop gets: collation, fillers, the info, the recount of labels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from odb.errors import ConfigError, MeasureError
+from odb.feed.engine import Emission
+from odb.feed.measure import count_loss_labels
+from odb.feed.source import add_note
+from odb.plan import cost
+from odb.plan.types import PlanConfig, StepPlan
+from odb.step import ODBStepInfo
+
+logger = logging.getLogger("odb")
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One batch on its way to the training loop, with its info and which bound closed its group."""
+
+    batch: Any
+    info: ODBStepInfo
+    bound: str
+
+
+class Assembler:
+    """Makes the batches of one rank. Remembers a cheap sample of the last real group, to stand in where it is idle."""
+
+    def __init__(
+        self,
+        config: PlanConfig,
+        collate_fn: Callable[[list[Any]], Any],
+        *,
+        recount: bool,
+        ignore_index: int,
+        label_shift: bool,
+        filler_fn: Callable[[], Any] | None,
+        first_sample: Callable[[], Any | None],
+    ) -> None:
+        self.config = config
+        self.collate_fn = collate_fn
+        self.recount = recount
+        self.ignore_index = ignore_index
+        self.label_shift = label_shift
+        self.filler_fn = filler_fn
+        self.first_sample = first_sample
+        self._cheapest: Any = None
+        self._has_cheapest = False
+        self._has_warned = False
+
+    def deliver(self, emission: Emission) -> Delivery | None:
+        """The batch of a step; None where this rank is idle and idle steps are skipped (`tail="skip"`)."""
+        plan = emission.plan
+        if plan.idle:
+            if self.config.tail == "skip":
+                return None
+            return Delivery(self.collate([self._filler()]), step_info(plan, self.config.loss_scaling), "idle")
+        lengths = [measure.length for measure in emission.measures]
+        self._cheapest = emission.samples[lengths.index(min(lengths))]
+        self._has_cheapest = True
+        batch = self.collate(emission.samples)
+        self._check(batch, plan)
+        return Delivery(batch, step_info(plan, self.config.loss_scaling), self._bound(emission))
+
+    def collate(self, samples: list[Any]) -> Any:
+        """The user's `collate_fn`, run on the samples of one group."""
+        try:
+            return self.collate_fn(samples)
+        except Exception as error:
+            add_note(error, f"raised by collate_fn on a group of {len(samples)} samples")
+            raise
+
+    def _filler(self) -> Any:
+        if self.filler_fn is not None:
+            return self.filler_fn()
+        if not self._has_cheapest:
+            self._cheapest = self.first_sample()
+            self._has_cheapest = self._cheapest is not None
+        if not self._has_cheapest:
+            raise ConfigError(
+                "this rank has to run a step without a sample of its own and never had one: give it data, or give "
+                "filler_fn=... (() -> a processed sample), or tail='drop'"
+            )
+        return self._cheapest
+
+    def _check(self, batch: Any, plan: StepPlan) -> None:
+        labels = _field(batch, "labels")
+        if self.recount and labels is not None and hasattr(labels, "ndim"):
+            counted = count_loss_labels(labels, self.ignore_index, self.label_shift)
+            if counted != plan.local_loss_tokens:
+                raise MeasureError(
+                    f"the collated batch has {counted} loss-bearing labels, its samples had {plan.local_loss_tokens} "
+                    f"when they were measured (step {plan.step}, ignore_index={self.ignore_index}, "
+                    f"label_shift={self.label_shift}): collate_fn pads on the left, masks, truncates or makes labels "
+                    "of its own, and the loss would be weighed wrongly. Give loss_tokens_fn=... (sample -> labels that "
+                    "bear loss after collation)"
+                )
+        ids = _field(batch, "input_ids")
+        if self._has_warned or getattr(ids, "ndim", 0) != 2 or self.config.cost_fn is not None:
+            return
+        rows, width = int(ids.shape[0]), int(ids.shape[1])
+        if rows > 1 and rows * width > max(plan.cost, self.config.token_budget):
+            self._has_warned = True
+            logger.warning(
+                "collate_fn padded a batch to %d x %d = %d tokens, above token_budget=%d: it pads further than to the "
+                "longest sample (pad_to_multiple_of tells odb of a multiple)",
+                *(rows, width, rows * width, self.config.token_budget),
+            )
+
+    def _bound(self, emission: Emission) -> str:
+        """Which bound kept another sample of the group's own width out of it."""
+        config, plan = self.config, emission.plan
+        if plan.cost > config.token_budget:
+            return "oversize"
+        if config.max_samples is not None and plan.rows >= config.max_samples:
+            return "max_samples"
+        one_more = cost.group_cost(np.array([plan.rows + 1]), np.array([plan.padded_len]), config)
+        if int(one_more[0]) > config.token_budget:
+            return "token_budget"
+        patches = [measure.patches for measure in emission.measures]
+        if config.max_patches is not None and sum(patches) + min(patches) > config.max_patches:
+            return "max_patches"
+        return "window"
+
+    def probe(self, sample: Any, measure_length: int) -> Any:
+        """A batch of copies of one sample, padded to exactly the token budget.
+
+        It runs before the first step with weight 0, so that a budget too large for the device fails at once.
+        """
+        rows, width = probe_shape(self.config.token_budget, measure_length)
+        return pad_batch(self.collate([sample] * rows), rows, width, self.ignore_index)
+
+
+def probe_shape(budget: int, length: int) -> tuple[int, int]:
+    """Rows and width whose product is `budget`: the most rows whose width is at least `length` and that divide it."""
+    rows = max(1, budget // max(1, length))
+    while budget % rows:
+        rows -= 1
+    return rows, budget // rows
+
+
+def pad_batch(batch: Any, rows: int, width: int, ignore_index: int) -> Any:
+    """Widens the (rows, length) tensors of a mapping to `width`: labels by `ignore_index`, all else by 0."""
+    if not isinstance(batch, Mapping):
+        return batch
+    ids = batch.get("input_ids")
+    now = int(ids.shape[1]) if getattr(ids, "ndim", 0) == 2 else -1
+    for key, value in list(batch.items()):
+        if isinstance(value, torch.Tensor) and value.ndim == 2 and value.shape == (rows, now) and now < width:
+            fill = ignore_index if key == "labels" else 0
+            batch[key] = torch.nn.functional.pad(value, (0, width - now), value=fill)  # type: ignore[index]
+    return batch
+
+
+def _field(batch: Any, key: str) -> Any:
+    return batch.get(key) if isinstance(batch, Mapping) else getattr(batch, key, None)
+
+
+def step_info(plan: StepPlan, loss_scaling: str) -> ODBStepInfo:
+    """What the training loop learns of a step."""
+    return ODBStepInfo(
+        step=plan.step,
+        all_samples_this_step=plan.all_samples,
+        local_samples=plan.local_samples,
+        local_tokens=plan.local_tokens,
+        all_tokens=plan.all_tokens,
+        local_loss_tokens=plan.local_loss_tokens,
+        all_loss_tokens=plan.all_loss_tokens,
+        window_loss_tokens=plan.window_loss_tokens,
+        padded_tokens=plan.rows * plan.padded_len,
+        loss_scale=plan.loss_scale,
+        idle=plan.idle,
+        sample_ids=tuple(plan.ids.tolist()),
+        sync_gradients=plan.sync_gradients,
+        loss_scaling=loss_scaling,
+    )
+
+
+def deliveries(
+    items: Iterator[Any], assembler: Assembler, *, warmup_probe: bool, is_closed: Callable[[], bool]
+) -> Iterator[Any]:
+    """Emissions as deliveries; other items (`PeersClosed`) pass through; nothing is collated once the consumer left."""
+    for item in items:
+        if not isinstance(item, Emission):
+            yield item
+            continue
+        if is_closed():
+            continue
+        if warmup_probe:
+            warmup_probe = False
+            yield probe_delivery(item, assembler)
+        delivery = assembler.deliver(item)
+        if delivery is not None:
+            yield delivery
+
+
+def probe_delivery(first: Emission, assembler: Assembler) -> Delivery:
+    """The warm-up probe, made of the first step's longest sample; weight 0, counted nowhere."""
+    lengths = [measure.length for measure in first.measures] or [1]
+    sample = first.samples[lengths.index(max(lengths))] if first.samples else assembler._filler()
+    batch = assembler.probe(sample, max(lengths))
+    info = ODBStepInfo(
+        step=-1,
+        all_samples_this_step=0,
+        local_samples=0,
+        local_tokens=0,
+        all_tokens=0,
+        local_loss_tokens=0,
+        all_loss_tokens=0,
+        window_loss_tokens=0,
+        padded_tokens=assembler.config.token_budget,
+        loss_scale=0.0,
+        idle=True,
+        sample_ids=(),
+        sync_gradients=assembler.config.grad_accum_steps == 1,
+        loss_scaling=assembler.config.loss_scaling,
+    )
+    return Delivery(batch, info, "probe")

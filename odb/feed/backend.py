@@ -1,0 +1,319 @@
+"""The training process's side: where the loader's batches come from.
+
+`ProcessBackend` talks to a collate process; `InlineBackend` runs the same node in the training process, where the
+user asked for no workers. Both have four verbs: `begin`, `next`, `end`, `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from odb.errors import ChannelClosed, ConfigError, ExchangeError, PeerClosedError, ProcessDied, SampleError
+from odb.feed import supervise
+from odb.feed.assemble import Delivery
+from odb.feed.channel import channel_pair
+from odb.feed.collator import publish_failure_at, run
+from odb.feed.engine import PeersClosed
+from odb.feed.handoff import loads_bytes
+from odb.feed.messages import Begin, Counts, Delivered, End, Failed, Finished, PeersLeft, Shutdown, Taken
+from odb.feed.node import Node, NodeSpec
+from odb.feed.source import Order
+
+_SLICE_S = 1.0
+_EXIT_GRACE_S = 4.0
+
+OnCounts = Callable[[Counts], None]
+
+
+class Backend(Protocol):
+    """Where a loader's batches come from. Not thread-safe."""
+
+    def begin(self, order: Order, base_seed: int) -> int:
+        """Starts an epoch, ending the one before; returns its generation."""
+
+    def next(self, generation: int, on_counts: OnCounts) -> Delivery | None:
+        """The next batch of an epoch, None when it is over on all ranks."""
+
+    def end(self, generation: int) -> None:
+        """The training loop left this epoch. Returns at once."""
+
+    def close(self) -> None:
+        """Ends everything. Idempotent."""
+
+
+def peers_closed_error(ranks: tuple[int, ...]) -> PeerClosedError:
+    """Why there is no further batch."""
+    who = ", ".join(map(str, ranks))
+    return PeerClosedError(
+        f"rank {who} left this epoch (broke out of the loop, or began another epoch) while this rank asks for more of "
+        "it: no further step can be planned for all ranks. Leave the loop at the same step on every rank",
+        ranks,
+    )
+
+
+class ProcessBackend:
+    """Batches from a collate process, which lives as long as this object."""
+
+    def __init__(self, spec: NodeSpec, start_method: str | None, pin: Callable[[Any], Any] | None = None) -> None:
+        self._context: Any = multiprocessing.get_context(start_method)
+        self._pin = pin
+        self._generation = 0
+        self._open = -1  # generation of an epoch that has not been seen to end
+        self._error: BaseException | None = None
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        use_signal = is_main_thread and self._context.get_start_method() in ("fork", "spawn")
+        self._channel, remote = channel_pair()
+        try:
+            self._process = supervise.start(self._context, run, (spec, remote, os.getpid(), use_signal), "odb-collate")
+        except Exception as error:
+            remote.close()
+            self._channel.close()
+            failure = unpicklable_error(spec, self._context.get_start_method(), error)
+            publish_failure_at(spec, f"{type(failure).__name__}: {failure}")
+            raise failure from error
+        remote.close()
+
+    def begin(self, order: Order, base_seed: int) -> int:
+        """Starts an epoch."""
+        self._raise_if_dead()
+        self._generation += 1
+        self._open = self._generation
+        self._send(Begin(self._generation, order, base_seed))
+        return self._generation
+
+    def next(self, generation: int, on_counts: OnCounts) -> Delivery | None:
+        """The next batch; waits as long as the collate process lives."""
+        self._raise_if_dead()
+        if generation != self._open:
+            return None
+        while True:
+            message = self._receive()
+            if isinstance(message, Failed):
+                self._fail(rebuilt(message))
+            if getattr(message, "generation", generation) != generation:
+                continue  # of an epoch that was left
+            if isinstance(message, Delivered):
+                self._send(Taken(generation))
+                if message.counts is not None:
+                    on_counts(message.counts)
+                return message.delivery
+            if isinstance(message, Finished):
+                self._open = -1
+                on_counts(message.counts)
+                return None
+            if isinstance(message, PeersLeft):
+                self.end(generation)
+                raise peers_closed_error(message.ranks)
+
+    def end(self, generation: int) -> None:
+        """Tells the collate process that nobody wants more of this epoch."""
+        if generation == self._open and self._error is None:
+            self._open = -1
+            with contextlib.suppress(ChannelClosed):
+                self._channel.send(End(generation))
+
+    def close(self) -> None:
+        """Asks the collate process to end, and ends it if it does not."""
+        with contextlib.suppress(ChannelClosed, TimeoutError, OSError):
+            self._channel.send(Shutdown(), timeout=1.0)
+        supervise.stop(self._process, _EXIT_GRACE_S)
+        self._channel.close()
+        if self._error is None:
+            self._error = RuntimeError("this loader is closed; make a new one")
+
+    @property
+    def pid(self) -> int:
+        """Of the collate process."""
+        return int(self._process.pid or -1)
+
+    def _send(self, message: Any) -> None:
+        # A collate process that is gone is noticed when we receive: what it said before it went comes first.
+        with contextlib.suppress(ChannelClosed):
+            self._channel.send(message)
+
+    def _receive(self) -> Any:
+        while True:
+            try:
+                return self._channel.recv(_SLICE_S, pin=self._pin)
+            except TimeoutError:
+                if self._process.is_alive():
+                    continue
+                if self._channel.poll(0):
+                    continue
+                self._fail(self._died())
+            except ChannelClosed:
+                self._process.join(_SLICE_S)
+                self._fail(self._died())
+
+    def _died(self) -> ProcessDied:
+        return ProcessDied(
+            f"the collate process (pid {self._process.pid}) of this rank died: {supervise.describe_exit(self._process)}"
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self.close()
+        raise error
+
+    def _raise_if_dead(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def rebuilt(message: Failed) -> BaseException:
+    """The collate process's exception, of its own type where possible, caused by the original traceback's text."""
+    cause = SampleError(f"in the collate process:\n{message.text}")
+    if message.error is not None:
+        try:
+            error = loads_bytes(message.error)
+        except Exception:  # user exceptions may refuse in any way
+            error = None
+        if isinstance(error, BaseException):
+            error.__cause__ = cause
+            return error
+    return cause
+
+
+def unpicklable_error(spec: NodeSpec, start_method: str, error: Exception) -> Exception:
+    """Names the argument that kept the collate process from starting, if one did."""
+    if start_method == "fork":
+        return error
+    options = spec.options
+    parts = {
+        "collate_fn": spec.collate_fn,
+        "worker_init_fn": spec.source.worker_init_fn,
+        "length_fn": options.length_fn,
+        "loss_tokens_fn": options.loss_tokens_fn,
+        "patches_fn": options.patches_fn,
+        "filler_fn": options.filler_fn,
+        "cost_fn": options.cost_fn,
+        "dataset": spec.source.dataset,
+    }
+    for name, value in parts.items():
+        try:
+            pickle.dumps(value)
+        except Exception as reason:  # the user's object may refuse in any way
+            return ConfigError(
+                f"{name}={value!r} can't be sent to another process ({type(reason).__name__}: {reason}), which start "
+                f"method {start_method!r} needs: use a function or class defined at the top of a module instead of a "
+                "lambda or a local function, or multiprocessing_context='fork'"
+            )
+    return error
+
+
+class InlineBackend:
+    """The same node in the training process itself: no worker, no collate process, no channel."""
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self._spec = spec
+        self._is_left = False
+        self._is_shut = False
+        self._generation = 0
+        self._items: Iterator[Any] | None = None
+        self._error: BaseException | None = None
+        self._closer: threading.Thread | None = None
+        self._away = contextlib.ExitStack()
+        try:
+            self._node = Node(spec, os.getpid(), use_signal=False, poll=self._poll)
+        except Exception as error:
+            publish_failure_at(spec, f"{type(error).__name__}: {error}")
+            raise
+        self._leave()
+
+    def _poll(self) -> None:
+        if self._is_shut:
+            raise SystemExit  # only ever in the closing thread, which it ends
+
+    def _leave(self) -> None:
+        """From here on the training loop is at work: peers wait without limit."""
+        self._away.enter_context(self._node.exchange.waiting_for_consumer())
+
+    def begin(self, order: Order, base_seed: int) -> int:
+        """Starts an epoch, once the one before is over on all ranks."""
+        self._raise_if_dead()
+        self.end(self._generation)
+        if self._closer is not None:
+            self._closer.join()
+            self._closer = None
+            self._raise_if_dead()
+        self._generation += 1
+        self._is_left = False
+        with self._failing():
+            self._items = self._node.begin(order, base_seed, lambda: self._is_left)
+        return self._generation
+
+    def next(self, generation: int, on_counts: OnCounts) -> Delivery | None:
+        """The next batch, made here and now."""
+        self._raise_if_dead()
+        if generation != self._generation or self._items is None or self._is_left:
+            return None
+        self._away.close()
+        try:
+            with self._failing():
+                item = next(self._items, None)
+            on_counts(self._node.counts())
+        finally:
+            if self._error is None:
+                self._leave()
+        if item is None:
+            self._items = None
+            self._node.finish()
+        elif isinstance(item, PeersClosed):
+            self.end(generation)
+            raise peers_closed_error(item.ranks)
+        return item
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._error = error
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            if not isinstance(error, ExchangeError):
+                self._node.exchange.publish_failure(text)
+            raise
+
+    def end(self, generation: int) -> None:
+        """Leaves the epoch: a thread keeps answering the other ranks until all have left it."""
+        if generation != self._generation or self._items is None or self._is_left or self._error is not None:
+            return
+        self._is_left = True
+        self._closer = threading.Thread(target=self._finish_epoch, name="odb-close", daemon=True)
+        self._closer.start()
+
+    def _finish_epoch(self) -> None:
+        try:
+            with self._failing():
+                for _ in self._items or ():
+                    pass
+        except BaseException:  # kept in self._error, raised where the next batch is asked for
+            return
+        self._items = None
+        self._node.finish()
+
+    def close(self) -> None:
+        """Leaves the exchange."""
+        if self._is_shut:
+            return
+        self._is_shut = True
+        failed_here = self._error is not None and not isinstance(self._error, ExchangeError)
+        if failed_here:
+            self._node.exchange.linger(_EXIT_GRACE_S)
+        if self._closer is not None:
+            self._closer.join(_EXIT_GRACE_S)
+        self._away.close()
+        self._node.close(_EXIT_GRACE_S)
+        if self._error is None:
+            self._error = RuntimeError("this loader is closed; make a new one")
+
+    def _raise_if_dead(self) -> None:
+        if self._error is not None:
+            raise self._error

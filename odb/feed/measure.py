@@ -1,0 +1,150 @@
+"""What is observed of one processed sample: its length, its loss-bearing labels, its vision patches, its size.
+
+Runs where the sample is made, in the worker, once per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from odb.errors import MeasureError
+
+_REMEDY = (
+    "give length_fn=... (sample -> tokens); if samples only get their tokens inside collate_fn, "
+    "wrap it in odb.collators.per_sample(fn), which runs it in the workers, one sample at a time"
+)
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Of one sample: tokens, loss-bearing labels, vision patches, bytes."""
+
+    length: int
+    loss_tokens: int
+    patches: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Measurer:
+    """`sample -> Measure`, by the user's functions where given. Raises `MeasureError` where it can't."""
+
+    length_fn: Callable[[Any], int] | None = None
+    loss_tokens_fn: Callable[[Any], int] | None = None
+    patches_fn: Callable[[Any], int] | None = None
+    ignore_index: int = -100
+    label_shift: bool = True
+
+    def __call__(self, sample: Any) -> Measure:
+        """Measures one processed sample."""
+        length = self._call(self.length_fn, "length_fn", sample) if self.length_fn else default_length(sample)
+        if self.loss_tokens_fn:
+            loss_tokens = self._call(self.loss_tokens_fn, "loss_tokens_fn", sample)
+        else:
+            loss_tokens = self._default_loss_tokens(sample, length)
+        patches = self._call(self.patches_fn, "patches_fn", sample) if self.patches_fn else default_patches(sample)
+        return Measure(length, loss_tokens, patches, size_in_bytes(sample))
+
+    def _default_loss_tokens(self, sample: Any, length: int) -> int:
+        labels = _part(sample, "labels", 1)
+        if labels is None:  # a collator that makes labels of the inputs: every token but the first of the row
+            return max(0, length - 1) if self.label_shift else length
+        return count_loss_labels(labels, self.ignore_index, self.label_shift)
+
+    @staticmethod
+    def _call(fn: Callable[[Any], int], name: str, sample: Any) -> int:
+        value = fn(sample)
+        try:
+            number = int(value)
+        except (TypeError, ValueError):
+            raise MeasureError(f"{name} must return an integer, got {value!r} ({type(value).__name__})") from None
+        if number < 0 or number != value:
+            raise MeasureError(f"{name} must return an integer >= 0, got {value!r}")
+        return number
+
+
+def _part(sample: Any, key: str, position: int) -> Any:
+    """The value under `key` of a mapping, the attribute of an object, or the item at `position` of a tuple."""
+    if isinstance(sample, Mapping):
+        return sample.get(key)
+    if isinstance(sample, (tuple, list)) and not hasattr(sample, key):
+        return sample[position] if len(sample) > position and _is_sequence(sample[position]) else None
+    return getattr(sample, key, None)
+
+
+def _is_sequence(value: Any) -> bool:
+    return getattr(value, "ndim", None) is not None or isinstance(value, (list, tuple))
+
+
+def default_length(sample: Any) -> int:
+    """Tokens of a sample: of `input_ids` (key or attribute), of a tuple's first part, or of a 1-D tensor itself.
+
+    Raises:
+        MeasureError: none of these is there, or it is no sequence of tokens.
+    """
+    ids = sample if hasattr(sample, "ndim") else _part(sample, "input_ids", 0)
+    if ids is None:
+        raise MeasureError(
+            f"can't measure a sample of type {type(sample).__name__}{_keys(sample)}: no input_ids; {_REMEDY}"
+        )
+    shape = getattr(ids, "shape", None)
+    if shape is None:
+        if isinstance(ids, (list, tuple)) and not (ids and isinstance(ids[0], (list, tuple))):
+            return len(ids)
+    elif len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):
+        return int(shape[-1])
+    what = f"shape {tuple(shape)}" if shape is not None else type(ids).__name__
+    raise MeasureError(f"can't measure a sample: input_ids must be one sequence of tokens, got {what}; {_REMEDY}")
+
+
+def _keys(sample: Any) -> str:
+    return f" with keys {sorted(map(str, sample))[:20]}" if isinstance(sample, Mapping) else ""
+
+
+def count_loss_labels(labels: Any, ignore_index: int, label_shift: bool) -> int:
+    """Labels that bear loss, of one sample (1-D or scalar) or of a batch (rows x length, or one per row).
+
+    With the causal shift a row's first label is never predicted, so it does not count. Labels without a time axis
+    (a class per sample) all count. Source: public issues on wrong denominators, e.g. huggingface/transformers#46204.
+    """
+    if not hasattr(labels, "ndim"):
+        labels = np.asarray(labels)
+    if labels.ndim == 0:
+        return int(labels != ignore_index)
+    if label_shift:
+        labels = labels[..., 1:]
+    return int((labels != ignore_index).sum())
+
+
+def default_patches(sample: Any) -> int:
+    """Vision patches: of `image_grid_thw` / `video_grid_thw` (rows of t, h, w), else rows of `pixel_values`."""
+    if not isinstance(sample, Mapping):
+        return 0
+    grids = [sample[key] for key in _GRIDS if sample.get(key) is not None]
+    if grids:
+        return int(sum(np.prod(np.asarray(grid).reshape(-1, 3), axis=1).sum() for grid in grids))
+    pixels = sample.get("pixel_values")
+    return int(pixels.shape[0]) if pixels is not None and getattr(pixels, "ndim", 0) >= 2 else 0
+
+
+def size_in_bytes(sample: Any) -> int:
+    """Bytes of the tensors and arrays of a sample, two levels deep; other values count as 64."""
+    if isinstance(sample, Mapping):
+        return sum(size_in_bytes(value) if isinstance(value, Mapping) else _nbytes(value) for value in sample.values())
+    if isinstance(sample, (tuple, list)):
+        return sum(_nbytes(value) for value in sample)
+    return _nbytes(sample)
+
+
+def _nbytes(value: Any) -> int:
+    size = getattr(value, "nbytes", None)
+    if isinstance(size, int):
+        return size
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return 8 * len(value) if isinstance(value, (list, tuple)) else 64

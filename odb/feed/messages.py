@@ -1,0 +1,96 @@
+"""What the training process and its collate process say to each other. One module, so that the protocol can be read.
+
+    training process                              collate process
+      Begin(generation, order, base_seed)  ->       starts an epoch, may send `ready_batches` batches
+                                           <-       Delivered(generation, delivery, counts)   one step
+      Taken(generation)                    ->       one more may be sent
+                                           <-       PeersLeft(generation, ranks)   nothing more can be planned
+      End(generation)                      ->       the consumer left the epoch: discard, close, keep answering peers
+                                           <-       Finished(generation, counts)   the epoch is over on all ranks
+                                           <-       Failed(error, text)            nothing follows
+      Shutdown()                           ->       exits
+
+A generation numbers the epochs begun by this loader; what belongs to an older one than the current is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from odb.feed.assemble import Delivery
+from odb.feed.source import Order
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Running counts of an epoch, as far as they are not in the deliveries themselves."""
+
+    rejected: dict[str, int]
+    dropped: dict[str, int]
+    rounds: int
+    max_held_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Start an epoch."""
+
+    generation: int
+    order: Order
+    base_seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The training loop took one batch."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The training loop left the epoch."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The loader is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """One step."""
+
+    generation: int
+    delivery: Delivery
+    counts: Counts | None  # None: as before
+
+
+@dataclass(frozen=True, slots=True)
+class PeersLeft:
+    """Other ranks left the epoch; there will be no further batch."""
+
+    generation: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The epoch is over on all ranks."""
+
+    generation: int
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The collate process can't go on. `error` is the pickled exception where it could be pickled."""
+
+    error: bytes | None
+    text: str
+
+
+Message = Any  # one of the above

@@ -1,0 +1,175 @@
+"""One rank's planning node: its source, its exchange, its epoch jobs. The same in a collate process and inline."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from odb.config import ODBConfig
+from odb.exchange.base import Exchange
+from odb.exchange.gloo import GlooAddress, GlooExchange
+from odb.exchange.memory import SoloExchange
+from odb.feed.assemble import Assembler, deliveries
+from odb.feed.engine import EpochJob
+from odb.feed.measure import Measurer
+from odb.feed.messages import Counts
+from odb.feed.source import Inbox, Order, Record, Source, SourceConfig, seeded
+from odb.plan.types import PlanConfig
+
+_SLICE_S = 0.2
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """Everything a node is made of; picklable where the user's parts are."""
+
+    options: ODBConfig
+    source: SourceConfig
+    collate_fn: Callable[[list[Any]], Any]
+    address: GlooAddress | None
+    config_digest: int
+    ready_batches: int = 4  # batches that may wait for the training loop
+
+    @property
+    def plan(self) -> PlanConfig:
+        """The planning core's part of the options."""
+        return self.options.plan_config()
+
+
+def measurer_of(options: ODBConfig) -> Measurer:
+    """How samples are measured under these options."""
+    return Measurer(
+        length_fn=options.length_fn,
+        loss_tokens_fn=options.loss_tokens_fn,
+        patches_fn=options.patches_fn,
+        ignore_index=options.ignore_index,
+        label_shift=options.label_shift,
+    )
+
+
+class DirectFeed:
+    """Records straight from the source, where there is no worker to wait for."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def take(self, poll: Callable[[], None]) -> list[Record] | None:
+        """The next chunk, read in this thread."""
+        poll()
+        return self._source.next_chunk()
+
+    def stop(self) -> None:
+        """Nothing runs by itself."""
+
+    def is_stopped(self, timeout: float) -> bool:
+        """Always."""
+        return True
+
+
+class ThreadFeed:
+    """Records drawn by a thread, so that the next window fills while this one is emitted. Bounded by one window."""
+
+    def __init__(self, source: Source, plan: PlanConfig) -> None:
+        self._source = source
+        self._inbox = Inbox(plan.window, plan.max_held_tokens, plan.max_held_bytes)
+        self._thread = threading.Thread(target=self._draw, name="odb-draw", daemon=True)
+        self._thread.start()
+
+    def _draw(self) -> None:
+        try:
+            while self._inbox.put(self._source.next_chunk()):
+                pass
+        except BaseException as error:  # whatever it is, the round loop must learn of it
+            self._inbox.fail(error)
+
+    def take(self, poll: Callable[[], None]) -> list[Record] | None:
+        """The next chunk; waits in slices."""
+        while True:
+            poll()
+            with contextlib.suppress(TimeoutError):
+                return self._inbox.take(_SLICE_S)
+
+    def stop(self) -> None:
+        """Lets the thread go; it ends after the chunk that it is waiting for."""
+        self._inbox.stop()
+
+    def is_stopped(self, timeout: float) -> bool:
+        """Whether the thread has ended within `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+class Node:
+    """Runs epochs for one rank. Make it on the main thread of the process that hosts it."""
+
+    def __init__(self, spec: NodeSpec, collate_pid: int, *, use_signal: bool, poll: Callable[[], None]) -> None:
+        self.spec = spec
+        self.plan = spec.plan
+        self.poll = poll
+        self.exchange: Exchange = (
+            GlooExchange.connect(spec.address, poll) if spec.address is not None else SoloExchange()
+        )
+        self.source = Source(spec.source, collate_pid, use_signal)
+        self.assembler = Assembler(
+            self.plan,
+            spec.collate_fn,
+            recount=spec.options.loss_tokens_fn is None and spec.options.scaling == "exact",
+            ignore_index=spec.options.ignore_index,
+            label_shift=spec.options.label_shift,
+            filler_fn=spec.options.filler_fn,
+            first_sample=self._first_sample,
+        )
+        self._probe_due = spec.options.warmup_probe
+        self.job: EpochJob | None = None
+        self.feed: DirectFeed | ThreadFeed | None = None
+
+    def _first_sample(self) -> Any:
+        record = self.source.first_record()
+        return None if record is None else record.sample
+
+    def begin(self, order: Order, base_seed: int, is_closed: Callable[[], bool]) -> Iterator[Any]:
+        """Starts an epoch; yields its deliveries (and `PeersClosed`) in order."""
+        self.source.begin(order, seeded(base_seed, order.rank))
+        threaded = self.spec.source.num_workers > 0
+        self.feed = ThreadFeed(self.source, self.plan) if threaded else DirectFeed(self.source)
+        self.job = EpochJob(
+            config=self.plan,
+            epoch=order.epoch,
+            feed=self.feed,
+            exchange=self.exchange,
+            config_digest=self.spec.config_digest,
+            is_closed=is_closed,
+            poll=self.poll,
+            explain=self.exchange.explain_disagreement,
+            on_empty=self.spec.options.on_empty,
+        )
+        probe, self._probe_due = self._probe_due, False
+        return deliveries(self.job.steps(), self.assembler, warmup_probe=probe, is_closed=is_closed)
+
+    def counts(self) -> Counts:
+        """The running counts of the epoch."""
+        job = self.job
+        assert job is not None, "begin() first"
+        return Counts(dict(job.rejected), dict(job.dropped), job.rounds, job.max_held_tokens)
+
+    def finish(self) -> None:
+        """Ends the epoch's drawing; returns once the drawing thread has ended."""
+        if self.feed is None:
+            return
+        self.feed.stop()
+        while not self.feed.is_stopped(_SLICE_S):
+            self.poll()
+        self.source.end()
+
+    def close(self, grace_s: float) -> bool:
+        """Leaves the exchange and ends the workers. False if a worker is stuck: then only ending the process helps."""
+        self.exchange.close()
+        if self.feed is not None:
+            self.feed.stop()
+            if not self.feed.is_stopped(grace_s):
+                return False
+        self.source.close()
+        return True

@@ -1,0 +1,407 @@
+"""Samples, measured, in the sampler's order: the inner `DataLoader`, seen from the collate process.
+
+The inner loader is PyTorch's own, used through its public interface: the user's dataset behind a thin wrapper that
+measures each sample where it is made, our index source as batch sampler (several indices a task: one hand-over costs
+as much as producing a cheap sample), and a null collate that turns a chunk of samples into one block of bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from odb.errors import MeasureError
+from odb.feed.handoff import dumps_bytes, loads_bytes
+from odb.feed.measure import Measure, Measurer
+from odb.feed.supervise import guard_against_orphaning, ignore_interrupts
+
+MAX_CHUNK = 32  # larger ones gain nothing; the first ones are smaller, so that the first batch comes early
+FIRST_CHUNK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One sample view: its identity, the processed sample, its measure; or why it was rejected."""
+
+    id: int
+    sample: Any
+    measure: Measure | None
+    rejected: str = ""  # reason: "empty" or "sample_error"
+    text: str = ""  # of the error
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Which samples this rank reads in one epoch, and under which identities.
+
+    Either `keys` (what a user's sampler gave) or a share of one order that all ranks compute alike: positions
+    `rank, rank + world_size, ...` of `range(num_samples)`, permuted by (seed, epoch) if `shuffle`.
+    """
+
+    epoch: int
+    rank: int = 0
+    world_size: int = 1
+    keys: Sequence[Any] | np.ndarray[Any, Any] | None = None
+    num_samples: int = 0
+    shuffle: bool = False
+    seed: int = 0
+    passes: int = 1  # how often the order is gone through; 0: without end (a sample quota ends the epoch)
+
+    def pass_keys(self, number: int) -> tuple[np.ndarray[Any, Any], Sequence[Any] | np.ndarray[Any, Any]]:
+        """Identities and dataset indices of one pass, shapes (n,) and (n,)."""
+        if self.keys is not None:
+            n = len(self.keys)
+            ids = (np.arange(n, dtype=np.int64) + number * n) * self.world_size + self.rank
+            return ids, self.keys
+        positions = np.arange(self.rank, self.num_samples, self.world_size, dtype=np.int64)
+        return positions + number * self.num_samples, permutation(self, number)[positions]
+
+
+def permutation(order: Order, number: int) -> np.ndarray[Any, Any]:
+    """Global order of one pass: position -> dataset index, shape (num_samples,). The same on all ranks."""
+    if not order.shuffle:
+        return np.arange(order.num_samples, dtype=np.int64)
+    key = np.random.SeedSequence([order.seed, order.epoch, number]).generate_state(2, np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(order.num_samples)
+
+
+class IndexSource:
+    """Batch sampler of the inner loader: chunks of (epoch, identity, index). Never blocks, never runs dry early."""
+
+    def __init__(self, max_chunk: int, ramp: int) -> None:
+        self.max_chunk = max_chunk
+        self.ramp = ramp  # chunks of one size before the size doubles
+        self.order = Order(epoch=0, keys=())
+
+    def __iter__(self) -> Iterator[list[tuple[int, int, Any]]]:
+        order = self.order
+        chunk: list[tuple[int, int, Any]] = []
+        size, made = min(FIRST_CHUNK, self.max_chunk), 0
+        for key in self._keys(order):
+            chunk.append(key)
+            if len(chunk) == size:
+                yield chunk
+                chunk, made = [], made + 1
+                size = min(self.max_chunk, FIRST_CHUNK << min(made // self.ramp, 16))
+        if chunk:
+            yield chunk
+
+    @staticmethod
+    def _keys(order: Order) -> Iterator[tuple[int, int, Any]]:
+        number = 0
+        while not order.passes or number < order.passes:
+            ids, keys = order.pass_keys(number)
+            if not len(ids):
+                return
+            plain = keys.tolist() if isinstance(keys, np.ndarray) else keys
+            for identity, key in zip(ids.tolist(), plain, strict=True):
+                yield order.epoch, identity, key
+            number += 1
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a raw sample becomes a record."""
+
+    measurer: Measurer
+    on_sample_error: str = "raise"  # or "skip"
+    transform: Callable[[Any], Any] | None = None
+
+
+def measured(identity: int, key: Any, sample: Any, reading: Reading) -> Record:
+    """The record of a sample; a `None` and a sample of no length are rejected as empty."""
+    if sample is None:
+        return Record(identity, None, None, "empty", f"the dataset returned None for index {key!r} (sample {identity})")
+    try:
+        if reading.transform is not None:
+            sample = reading.transform(sample)
+        measure = reading.measurer(sample)
+    except MeasureError as error:
+        raise MeasureError(f"sample {identity} (index {key!r}): {error}") from None
+    if measure.length == 0:
+        return Record(identity, None, None, "empty", f"the sample at index {key!r} (sample {identity}) has no tokens")
+    return Record(identity, sample, measure)
+
+
+class GuardedDataset(Dataset[Any]):
+    """A map-style dataset that takes chunks of (epoch, identity, index) and gives records."""
+
+    def __init__(self, dataset: Any, reading: Reading) -> None:
+        self.dataset = dataset
+        self.reading = reading
+        self.epoch: int | None = None
+
+    def __getitem__(self, key: tuple[int, int, Any]) -> Record:
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: list[tuple[int, int, Any]]) -> list[Record]:
+        """Records of a chunk, in its order; uses the dataset's own `__getitems__` where it has one."""
+        self._tell_epoch(keys[0][0])
+        if hasattr(self.dataset, "__getitems__") and self.reading.on_sample_error == "raise":
+            samples = self.dataset.__getitems__([key for _, _, key in keys])
+            return [measured(i, key, s, self.reading) for (_, i, key), s in zip(keys, samples, strict=True)]
+        return [self._read(identity, key) for _, identity, key in keys]
+
+    def _read(self, identity: int, key: Any) -> Record:
+        try:
+            return measured(identity, key, self.dataset[key], self.reading)
+        except MeasureError:
+            raise
+        except Exception as error:
+            if self.reading.on_sample_error == "raise":
+                add_note(error, f"raised by the dataset at index {key!r} (sample {identity})")
+                raise
+            return Record(identity, None, None, "sample_error", f"index {key!r}: {type(error).__name__}: {error}")
+
+    def _tell_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch = epoch
+            set_epoch(self.dataset, epoch)
+
+
+class GuardedIterable(IterableDataset[Any]):
+    """An iterable dataset that gives records without identity; they are numbered when they arrive."""
+
+    def __init__(self, dataset: Any, reading: Reading, epoch: Any) -> None:
+        self.dataset = dataset
+        self.reading = reading
+        self.shared_epoch = epoch  # a shared integer: workers that persist learn of a new epoch through it
+
+    def __iter__(self) -> Iterator[Record]:
+        set_epoch(self.dataset, int(self.shared_epoch.value))
+        for number, sample in enumerate(self.dataset):
+            yield measured(number, number, sample, self.reading)
+
+
+def set_epoch(target: Any, epoch: int) -> None:
+    """Tells the epoch to whatever wants to know it."""
+    method = getattr(target, "set_epoch", None)
+    if callable(method):
+        method(epoch)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a line to an exception's traceback where this Python can (3.11 and later)."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+
+
+def pack_chunk(records: list[Record]) -> bytes:
+    """The null collate: a chunk of records as one block of bytes, tensors by value."""
+    return dumps_bytes(records)
+
+
+def keep_chunk(records: list[Record]) -> list[Record]:
+    """The null collate where no process border is crossed."""
+    return records
+
+
+@dataclass(frozen=True)
+class WorkerInit:
+    """`worker_init_fn` of the inner workers: ties them to the collate process, then runs the user's own."""
+
+    collate_pid: int
+    use_signal: bool
+    user_fn: Callable[[int], None] | None
+
+    def __call__(self, worker_id: int) -> None:
+        guard_against_orphaning(self.collate_pid, use_signal=self.use_signal)
+        ignore_interrupts()
+        info = get_worker_info()
+        guarded = getattr(info, "dataset", None)
+        if isinstance(guarded, (GuardedDataset, GuardedIterable)):
+            # Users reach for their own dataset in worker_init_fn. WorkerInfo refuses assignment, hence its dict.
+            vars(info)["dataset"] = guarded.dataset
+        if self.user_fn is not None:
+            self.user_fn(worker_id)
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """What the inner loader is made of. Picklable where its parts are."""
+
+    dataset: Any
+    reading: Reading
+    num_workers: int = 0
+    prefetch_samples: int = 64  # per worker
+    persistent_workers: bool = False
+    worker_init_fn: Callable[[int], None] | None = None
+    multiprocessing_context: str | None = None
+    timeout: float = 0
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the dataset has an order of its own."""
+        return isinstance(self.dataset, IterableDataset)
+
+
+class Source:
+    """One rank's samples, epoch after epoch. Lives in the process that plans; not thread-safe but for `stop`."""
+
+    def __init__(self, config: SourceConfig, collate_pid: int, use_signal: bool) -> None:
+        self.config = config
+        workers = config.num_workers
+        chunk = min(MAX_CHUNK, max(1, config.prefetch_samples)) if workers else 1
+        self.index_source = IndexSource(chunk, ramp=2 * max(1, workers))
+        self._generator = torch.Generator()
+        self._iterator: Iterator[Any] | None = None
+        self._number = 0
+        self._is_packed = workers > 0
+        kwargs: dict[str, Any] = {
+            "num_workers": workers,
+            "collate_fn": pack_chunk if workers else keep_chunk,
+            "generator": self._generator,
+            "timeout": config.timeout if workers else 0,
+            "worker_init_fn": WorkerInit(collate_pid, use_signal, config.worker_init_fn) if workers else None,
+        }
+        if workers:
+            kwargs["prefetch_factor"] = max(2, -(-config.prefetch_samples // chunk))
+            kwargs["persistent_workers"] = config.persistent_workers
+            kwargs["multiprocessing_context"] = config.multiprocessing_context
+        self.loader: DataLoader[Any] = self._make_loader(chunk, kwargs)
+
+    def _make_loader(self, chunk: int, kwargs: dict[str, Any]) -> DataLoader[Any]:
+        config = self.config
+        if config.is_iterable:
+            import multiprocessing
+
+            self._shared_epoch = multiprocessing.get_context(config.multiprocessing_context).Value("q", 0)
+            iterable = GuardedIterable(config.dataset, config.reading, self._shared_epoch)
+            return DataLoader(iterable, batch_size=chunk, **kwargs)
+        guarded = GuardedDataset(config.dataset, config.reading)
+        self.guarded = guarded
+        return DataLoader(guarded, batch_sampler=self.index_source, **kwargs)  # type: ignore[arg-type]
+
+    def begin(self, order: Order, base_seed: int) -> None:
+        """Starts an epoch. Call it on the process's main thread: workers die with the thread that started them."""
+        self._generator.manual_seed(base_seed)
+        self._number = 0
+        self.index_source.order = order
+        if self.config.is_iterable:
+            self._shared_epoch.value = order.epoch
+            self._order = order
+        if self.config.num_workers and not self.config.persistent_workers:
+            self._iterator = None  # the last epoch's workers go before the new ones come
+        self._iterator = iter(self.loader)
+
+    def next_chunk(self) -> list[Record] | None:
+        """The next records, or None once this epoch's order is used up."""
+        assert self._iterator is not None, "begin() first"
+        try:
+            chunk = next(self._iterator)
+        except StopIteration:
+            return None
+        records: list[Record] = loads_bytes(chunk) if self._is_packed else chunk
+        return self._numbered(records) if self.config.is_iterable else records
+
+    def _numbered(self, records: list[Record]) -> list[Record]:
+        first, order = self._number, self._order
+        self._number += len(records)
+        return [
+            Record((first + k) * order.world_size + order.rank, r.sample, r.measure, r.rejected, r.text)
+            for k, r in enumerate(records)
+        ]
+
+    def end(self) -> None:
+        """Lets the epoch's iterator go; workers that do not persist end with it."""
+        if not (self.config.num_workers and self.config.persistent_workers):
+            self._iterator = None
+
+    def first_record(self, limit: int = 1000) -> Record | None:
+        """The first sample of a map-style dataset that can be measured, read in this process."""
+        if self.config.is_iterable:
+            return None
+        try:
+            count = min(limit, len(self.config.dataset))
+        except TypeError:
+            return None
+        for index in range(count):
+            try:
+                record = self.guarded.__getitems__([(self.index_source.order.epoch, index, index)])[0]
+            except Exception:  # any sample will do, and its own rank reports a broken one
+                continue
+            if record.measure is not None:
+                return record
+        return None
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._iterator = None
+        del self.loader
+
+
+class Inbox:
+    """Chunks of records drawn ahead of the round that will use them; a thread fills it, the round loop empties it."""
+
+    def __init__(self, max_samples: int, max_tokens: int, max_bytes: int) -> None:
+        self._limits = (max_samples, max_tokens, max_bytes)
+        self._condition = threading.Condition()
+        self._chunks: deque[list[Record]] = deque()
+        self._held = [0, 0, 0]
+        self._error: BaseException | None = None
+        self._dry = False
+        self._stopped = False
+
+    def put(self, records: list[Record] | None) -> bool:
+        """Adds a chunk (None: the source is dry); blocks while full. False once nobody wants more."""
+        with self._condition:
+            while not self._stopped and any(h >= m for h, m in zip(self._held, self._limits, strict=True)):
+                self._condition.wait()
+            if records is None:
+                self._dry = True
+            else:
+                self._chunks.append(records)
+                self._count(records, 1)
+            self._condition.notify_all()
+            return not self._stopped and records is not None
+
+    def _count(self, records: list[Record], sign: int) -> None:
+        self._held[0] += sign * len(records)
+        for record in records:
+            if record.measure is not None:
+                self._held[1] += sign * record.measure.length
+                self._held[2] += sign * record.measure.num_bytes
+
+    def fail(self, error: BaseException) -> None:
+        """What went wrong while drawing; raised to whoever takes next, once what was drawn before is used up."""
+        with self._condition:
+            self._error = error
+            self._condition.notify_all()
+
+    def take(self, timeout: float) -> list[Record] | None:
+        """The next chunk; None when the source is dry.
+
+        Raises:
+            TimeoutError: none came within `timeout` seconds.
+        """
+        with self._condition:
+            if not self._chunks and not self._dry and self._error is None:
+                self._condition.wait(timeout)
+            if self._chunks:
+                chunk = self._chunks.popleft()
+                self._count(chunk, -1)
+                self._condition.notify_all()
+                return chunk
+            if self._error is not None:
+                raise self._error
+            if self._dry:
+                return None
+            raise TimeoutError("no sample came within the slice")
+
+    def stop(self) -> None:
+        """Nobody will take any more: lets the filling thread go."""
+        with self._condition:
+            self._stopped = True
+            self._condition.notify_all()
+
+
+def seeded(base_seed: int, rank: int) -> int:
+    """A seed of a rank's own, so that ranks with the same global seed do not draw the same augmentations."""
+    return int(np.random.SeedSequence([base_seed & (2**63 - 1), rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))

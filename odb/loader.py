@@ -1,0 +1,513 @@
+"""The public loader: `ODBDataLoader`, and `wrap` and `apply` for a `DataLoader` that exists already."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
+
+from odb.collators import PadCollator, PerSample
+from odb.config import OPTION_NAMES, ODBConfig, make_config
+from odb.errors import ConfigError
+from odb.exchange.gloo import GlooAddress, rendezvous
+from odb.feed import supervise
+from odb.feed.backend import Backend, InlineBackend, ProcessBackend
+from odb.feed.messages import Counts
+from odb.feed.node import NodeSpec, measurer_of
+from odb.feed.source import Order, Reading, SourceConfig, set_epoch
+from odb.metrics import LoaderStats
+from odb.plan.wire import digest
+from odb.step import STEP_INFO_KEY, ODBStepInfo
+
+logger = logging.getLogger("odb")
+
+#: Keyword arguments that mean what `torch.utils.data.DataLoader` says.
+LOADER_NAMES = (
+    "batch_size",
+    "shuffle",
+    "sampler",
+    "batch_sampler",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "drop_last",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+_DEFAULT_PREFETCH = 64
+
+
+class ODBDataLoader:
+    """Batches under a token budget, decided after preprocessing, the same number on every rank.
+
+    A plain iterable (no `torch.utils.data.DataLoader`), so that frameworks leave it alone.
+
+    Args:
+        dataset: map-style or iterable; gives processed single samples.
+        shuffle: shuffle `odb`'s own order (by `seed` and epoch). Only without a sampler.
+        sampler: this rank's own share, used as it is. `DistributedSampler` is understood.
+        batch_sampler: flattened; its batches are not used.
+        num_workers: processes that read the dataset. 0: everything runs in this process, one sample after another.
+        collate_fn: samples of one group -> batch; runs in the collate process. None: `odb.collators.PadCollator`.
+        prefetch_factor: *samples* that each worker may work ahead (64).
+        batch_size: ignored; said once in the log where it is not None or 1.
+        pin_memory, timeout, worker_init_fn, multiprocessing_context, generator, persistent_workers: as in PyTorch.
+        **options: see `odb.ODBConfig`; `config=ODBConfig(...)` instead of them.
+
+    Raises:
+        ConfigError: an unknown or wrong option; the text names the right one.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        **options: Any,
+    ) -> None:
+        self.config: ODBConfig = make_config(options, LOADER_NAMES)
+        _check_workers(num_workers, prefetch_factor, persistent_workers, timeout)
+        _check_order(dataset, shuffle, sampler, batch_sampler)
+        if batch_size not in (None, 1):
+            logger.info("batch_size=%r is not used: token_budget decides how many samples a batch holds", batch_size)
+        if not in_order:
+            logger.info("in_order=False is not used: batches depend on lengths, never on which worker is faster")
+        self.dataset = dataset
+        self.batch_size = None
+        self.num_workers = num_workers
+        self.drop_last = self.config.drop_last
+        self.pin_memory = pin_memory
+        self.generator = generator
+        self.collate_fn = (
+            collate_fn
+            if collate_fn is not None
+            else PadCollator(ignore_index=self.config.ignore_index, pad_to_multiple_of=self.config.pad_to_multiple_of)
+        )
+        self._shuffle = bool(shuffle)
+        self._user_sampler, self._user_batch_sampler = sampler, batch_sampler
+        self.sampler = _EpochSampler(self, sampler, batch_sampler)
+        self._epoch = 0
+        self._stats = LoaderStats()
+        self._backend: Backend | None = None
+        self._iterator: weakref.ref[_EpochIterator] | None = None
+        self._is_closed = False
+        self._has_warned_duplicates = False
+        self._context = multiprocessing_context
+        self._source = SourceConfig(
+            dataset=dataset,
+            reading=Reading(
+                measurer_of(self.config),
+                self.config.on_sample_error,
+                collate_fn.process if isinstance(collate_fn, PerSample) else None,
+            ),
+            num_workers=num_workers,
+            prefetch_samples=_DEFAULT_PREFETCH if prefetch_factor is None else prefetch_factor,
+            persistent_workers=persistent_workers,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=_start_method(multiprocessing_context),
+            timeout=timeout,
+        )
+
+    # ---- iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        """One epoch of batches; ends an epoch that is still open. Mappings carry their `ODBStepInfo`."""
+        return self._begin(attach=True)
+
+    def steps(self) -> Iterator[tuple[Any, ODBStepInfo]]:
+        """One epoch of `(batch, info)`, for batches of any kind; nothing is added to the batch."""
+        return self._begin(attach=False)
+
+    def _begin(self, *, attach: bool) -> _EpochIterator:
+        if self._is_closed:
+            raise RuntimeError("this loader is closed; make a new one")
+        previous = self._iterator() if self._iterator is not None else None
+        if previous is not None:
+            previous.close()
+        start = time.perf_counter()
+        backend = self._ensure_backend()
+        base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+        generation = backend.begin(self._make_order(), base_seed)
+        self._epoch += 1
+        iterator = _EpochIterator(self, backend, generation, attach, start)
+        self._iterator = weakref.ref(iterator)
+        return iterator
+
+    def __len__(self) -> int:
+        """Unknown before the epoch is over: raises `TypeError`."""
+        raise TypeError(
+            "the number of batches is not known before preprocessing has shown the lengths: count epochs or samples "
+            "(info.all_samples_this_step), or give your trainer max_steps; len(loader.dataset) is the number of samples"
+        )
+
+    # ---- epochs, life
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is epoch `epoch` (a pass, finished or broken off, advances it by one)."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ConfigError(f"set_epoch needs an integer >= 0, got {epoch!r}")
+        self._epoch = epoch
+        for target in (self._user_sampler, self._user_batch_sampler):  # their own epoch is theirs until told here
+            set_epoch(target, epoch)
+            set_epoch(getattr(target, "sampler", None), epoch)
+
+    def stats(self) -> LoaderStats:
+        """What this rank's loader has handed over so far. Local: talks to nobody."""
+        return self._stats + LoaderStats()
+
+    def close(self) -> None:
+        """Ends the collate process and its workers. Idempotent; also done at garbage collection and at exit."""
+        self._is_closed = True
+        if self._finalizer is not None:
+            self._finalizer()
+            self._finalizer = None
+        self._backend = None
+
+    _finalizer: Callable[[], Any] | None = None
+
+    def __enter__(self) -> ODBDataLoader:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"ODBDataLoader(token_budget={self.config.token_budget}, num_workers={self.num_workers}, "
+            f"epoch={self._epoch}, dataset={type(self.dataset).__name__})"
+        )
+
+    # ---- making
+
+    def _ensure_backend(self) -> Backend:
+        if self._backend is None:
+            spec = self._make_spec()
+            if self.num_workers == 0:
+                backend: Backend = InlineBackend(spec)
+            else:
+                backend = ProcessBackend(spec, self._source.multiprocessing_context, _pinner(self.pin_memory))
+            self._backend = backend
+            self._finalizer = weakref.finalize(self, supervise.at_exit(backend.close))
+        return self._backend
+
+    def _make_spec(self) -> NodeSpec:
+        config = self.config
+        fingerprint = config.plan_config().signature() | self._data_fingerprint()
+        address = rendezvous(
+            dp_rank=config.dp_rank,
+            dp_world_size=config.dp_world_size,
+            timeout_s=config.timeout_s,
+            fingerprint=fingerprint,
+        )
+        self._address: GlooAddress | None = address
+        return NodeSpec(
+            options=config,
+            source=self._source,
+            collate_fn=self.collate_fn,
+            address=address,
+            config_digest=digest(repr(sorted(fingerprint.items()))),
+        )
+
+    def _data_fingerprint(self) -> dict[str, str]:
+        out = {"shares": self._order_kind()}
+        if self._order_kind() == "own":  # one order is shared: it must be the same everywhere
+            out |= {"num_samples": str(len(self.dataset)), "shuffle": str(self._shuffle)}
+        return out
+
+    def _order_kind(self) -> str:
+        if isinstance(self.dataset, IterableDataset):
+            return "iterable"
+        return "own" if self._user_sampler is None and self._user_batch_sampler is None else "sampler"
+
+    @property
+    def _rank_and_world(self) -> tuple[int, int]:
+        address = self._address
+        return (address.rank, address.world_size) if address is not None else (0, 1)
+
+    def _make_order(self) -> Order:
+        rank, world = self._rank_and_world
+        common: dict[str, Any] = {"epoch": self._epoch, "rank": rank, "world_size": world}
+        passes = 0 if self.config.sample_quota is not None else 1
+        kind = self._order_kind()
+        if kind == "iterable":
+            return Order(keys=(), **common)
+        if kind == "own":
+            return Order(
+                num_samples=len(self.dataset), shuffle=self._shuffle, seed=self.config.seed, passes=passes, **common
+            )
+        self._warn_of_duplicates(world)
+        return Order(keys=_materialised(self._user_sampler, self._user_batch_sampler), passes=passes, **common)
+
+    def _warn_of_duplicates(self, world: int) -> None:
+        plain = isinstance(self._user_sampler, (RandomSampler, SequentialSampler))
+        if world > 1 and plain and not self._has_warned_duplicates:
+            self._has_warned_duplicates = True
+            logger.warning(
+                "a %s is used as this rank's own share: unless the dataset was sharded by hand, every rank reads all "
+                "of it. Give a torch.utils.data.DistributedSampler, or no sampler, so that odb shards by itself",
+                type(self._user_sampler).__name__,
+            )
+
+    def _on_counts(self, before: Counts | None, now: Counts) -> None:
+        """Adds what an epoch's running counts have grown by."""
+        stats = self._stats
+        stats.rejected += Counter(now.rejected) - Counter(before.rejected if before else {})
+        stats.dropped += Counter(now.dropped) - Counter(before.dropped if before else {})
+        stats.rounds += now.rounds - (before.rounds if before else 0)
+        stats.max_held_tokens = max(stats.max_held_tokens, now.max_held_tokens)
+
+
+class _EpochIterator:
+    """One pass. Leaving it early (break, del) tells the collate process."""
+
+    def __init__(self, loader: ODBDataLoader, backend: Backend, generation: int, attach: bool, start: float) -> None:
+        self._loader = loader
+        self._backend = backend
+        self._generation = generation
+        self._attach = attach
+        self._start = start
+        self._is_first = True
+        self._is_over = False
+        self._counts: Counts | None = None
+
+    def __iter__(self) -> _EpochIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_over:
+            raise StopIteration
+        asked = time.perf_counter()
+        try:
+            delivery = self._backend.next(self._generation, self._note_counts)
+        except BaseException:
+            self._is_over = True
+            raise
+        stats = self._loader._stats
+        got = time.perf_counter()
+        stats.wait_s += got - asked
+        if self._is_first:
+            self._is_first = False
+            stats.first_batch_s = got - self._start
+        if delivery is None:
+            self._is_over = True
+            raise StopIteration
+        _count_step(stats, delivery.info, delivery.bound)
+        if not self._attach:
+            return delivery.batch, delivery.info
+        if isinstance(delivery.batch, MutableMapping):
+            delivery.batch[STEP_INFO_KEY] = delivery.info
+        return delivery.batch
+
+    def _note_counts(self, counts: Counts) -> None:
+        self._loader._on_counts(self._counts, counts)
+        self._counts = counts
+
+    def close(self) -> None:
+        """Leaves the epoch."""
+        if not self._is_over:
+            self._is_over = True
+            self._backend.end(self._generation)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_over", True):
+            self.close()
+
+
+def _count_step(stats: LoaderStats, info: ODBStepInfo, bound: str) -> None:
+    if bound == "probe":
+        return
+    stats.steps += 1
+    stats.idle_steps += info.idle
+    stats.emitted_samples += info.local_samples
+    stats.real_tokens += info.local_tokens
+    stats.padded_tokens += 0 if info.idle else info.padded_tokens
+    stats.loss_tokens += info.local_loss_tokens
+    stats.bound_by[bound] += 1
+
+
+class _EpochSampler:
+    """What frameworks see as `loader.sampler`: something whose `set_epoch` reaches the loader."""
+
+    def __init__(self, loader: ODBDataLoader, sampler: Any, batch_sampler: Any) -> None:
+        self._loader = weakref.ref(loader)
+        self.sampler = sampler
+        self.batch_sampler = batch_sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """The loader's next pass is epoch `epoch`."""
+        loader = self._loader()
+        if loader is not None:
+            loader.set_epoch(epoch)
+
+
+def _check_workers(num_workers: int, prefetch_factor: int | None, persistent: bool, timeout: float) -> None:
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
+        raise ConfigError(f"num_workers must be an integer >= 0, got {num_workers!r}")
+    if prefetch_factor is not None and (
+        isinstance(prefetch_factor, bool) or not isinstance(prefetch_factor, int) or prefetch_factor < 1
+    ):
+        raise ConfigError(
+            f"prefetch_factor must be an integer >= 1 (samples per worker) or None, got {prefetch_factor!r}"
+        )
+    if persistent and num_workers == 0:
+        raise ConfigError("persistent_workers=True needs num_workers > 0")
+    if timeout < 0:
+        raise ConfigError(f"timeout must be >= 0 seconds, got {timeout!r}")
+
+
+def _check_order(dataset: Any, shuffle: Any, sampler: Any, batch_sampler: Any) -> None:
+    given = [n for n, v in (("sampler", sampler), ("batch_sampler", batch_sampler)) if v is not None]
+    if len(given) == 2:
+        raise ConfigError("give sampler or batch_sampler, not both")
+    if given and shuffle:
+        raise ConfigError(f"{given[0]} decides the order, shuffle=True would too: give one")
+    if isinstance(dataset, IterableDataset):
+        if given or shuffle:
+            raise ConfigError(
+                f"an iterable dataset decides its own order: {given[0] if given else 'shuffle'} can't be used with it"
+            )
+        return
+    if not hasattr(dataset, "__getitem__"):
+        raise ConfigError(
+            f"dataset must be map-style (__getitem__, __len__) or a torch IterableDataset, got {type(dataset).__name__}"
+        )
+    if not given and not hasattr(dataset, "__len__"):
+        raise ConfigError(f"a dataset without a sampler needs __len__; {type(dataset).__name__} has none")
+
+
+def _start_method(context: Any) -> str | None:
+    if context is None or isinstance(context, str):
+        return context
+    return str(context.get_start_method())
+
+
+def _pinner(pin_memory: bool) -> Callable[[Any], Any] | None:
+    if not pin_memory:
+        return None
+    if not torch.cuda.is_available():
+        logger.info("pin_memory=True has no effect: no accelerator is available")
+        return None
+    return torch.Tensor.pin_memory
+
+
+def _materialised(sampler: Any, batch_sampler: Any) -> Any:
+    """A sampler's pass as an array where it gives integers, else as a list."""
+    source = sampler if sampler is not None else (key for batch in batch_sampler for key in batch)
+    keys = list(source)
+    if keys and all(type(key) is int for key in keys):
+        return np.asarray(keys, np.int64)
+    return keys
+
+
+def wrap(loader: DataLoader[Any], **options: Any) -> ODBDataLoader:
+    """A new `ODBDataLoader` with everything that an existing `DataLoader` brings; that one stays as it was."""
+    _check_is_loader(loader, "wrap")
+    return ODBDataLoader(**(_brought(loader) | _without_clashes(options)))
+
+
+def _check_is_loader(loader: Any, name: str) -> None:
+    if isinstance(loader, ODBDataLoader) or hasattr(loader, "odb_loader"):
+        raise ConfigError(f"odb.{name} was given a loader that odb batches already: use it as it is")
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(f"odb.{name} needs a torch.utils.data.DataLoader, got {type(loader).__name__}")
+
+
+def _without_clashes(options: dict[str, Any]) -> dict[str, Any]:
+    clash = [name for name in options if name in LOADER_NAMES and name not in OPTION_NAMES]
+    if clash:
+        raise ConfigError(f"{', '.join(clash)}: the existing DataLoader decides this; change it there")
+    return options
+
+
+def _brought(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What an existing loader brings, as arguments of ours."""
+    out: dict[str, Any] = {
+        "dataset": loader.dataset,
+        "batch_size": loader.batch_size,
+        "num_workers": loader.num_workers,
+        "collate_fn": None if loader.collate_fn in (default_collate, default_convert) else loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if loader.num_workers:
+        out["prefetch_factor"] = max(_DEFAULT_PREFETCH, (loader.prefetch_factor or 2) * (loader.batch_size or 1))
+    if isinstance(loader.dataset, IterableDataset):
+        return out
+    if type(loader.batch_sampler) is BatchSampler or loader.batch_sampler is None:
+        out["sampler"] = loader.sampler
+    else:
+        out["batch_sampler"] = loader.batch_sampler
+    if loader.batch_sampler is not None and loader.drop_last:
+        out["drop_last"] = True
+    return out
+
+
+class AppliedLoader(DataLoader[Any]):
+    """What `apply` turns an existing `DataLoader` into: the same object, whose batches `odb` makes."""
+
+    odb_loader: ODBDataLoader
+
+    def __iter__(self) -> Any:
+        """One epoch of batches, by `odb`."""
+        return iter(self.odb_loader)
+
+    def __len__(self) -> int:
+        """Unknown: raises `TypeError`."""
+        return len(self.odb_loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is epoch `epoch`."""
+        self.odb_loader.set_epoch(epoch)
+
+
+def apply(loader: DataLoader[Any], **options: Any) -> ODBDataLoader:
+    """Makes an existing `DataLoader` yield `odb`'s batches, in place; for frameworks that hold the object.
+
+    Returns:
+        The `ODBDataLoader` behind it: `stats()`, `close()`, `set_epoch()`.
+    """
+    handle = wrap(loader, **options)
+    cls = type(loader)
+    mixed = AppliedLoader if cls is DataLoader else type(f"Applied{cls.__name__}", (AppliedLoader, cls), {})
+    loader.__class__ = mixed
+    loader.odb_loader = handle  # type: ignore[attr-defined]
+    return handle

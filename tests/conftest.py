@@ -1,0 +1,15 @@
+"""What every test shares."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# One thread per process: the multi-process tests share few cores. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Same examples in every run, so that a red run can be repeated; `HYPOTHESIS_PROFILE=explore` looks for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
