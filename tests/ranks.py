@@ -237,7 +237,7 @@ class _World:
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[RankResult]:
         """Sends the call to all ranks and gathers what they answer."""
-        call = pickle.dumps((list(sys.path), _reference(fn)))
+        call = pickle.dumps((list(sys.path), _reference(fn), SETTLE_S))
         payload = pickle.dumps(args)
         for connection in self.connections:
             connection.send((call, payload))
@@ -496,20 +496,21 @@ def _serve(connection: Connection, rank: int, world_size: int) -> None:
             call, payload = connection.recv()
         except (EOFError, ConnectionResetError):
             return
-        result = _call(call, payload, rank, world_size)
+        path, reference, settle_s = pickle.loads(call)
+        sys.path[:] = path
+        result = _call(reference, payload, rank, world_size)
         gc.collect()
-        if result.error is None and not wait_until(lambda: threading.active_count() <= threads, SETTLE_S):
+        if result.error is None and not wait_until(lambda: threading.active_count() <= threads, settle_s):
             names = [thread.name for thread in threading.enumerate()]
             text = f"threads outlived the run: {names}"
             result = RankResult(rank, None, RankError("ThreadLeak", text, text, ()), result.seconds)
         connection.send_bytes(_pickled(result))
 
 
-def _call(call: bytes, payload: bytes, rank: int, world_size: int) -> RankResult:
+def _call(reference: tuple[str, str], payload: bytes, rank: int, world_size: int) -> RankResult:
     start = time.monotonic()
     try:
-        path, (module, name) = pickle.loads(call)
-        sys.path[:] = path
+        module, name = reference
         fn: Any = importlib.import_module(module)
         for part in name.split("."):
             fn = getattr(fn, part)

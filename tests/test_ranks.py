@@ -113,7 +113,8 @@ def test_what_is_left_behind_fails_the_run(fn, args, match, monkeypatch) -> None
     assert ranks.values(1, summed, 0)[0][:2] == (0, 1)
 
 
-def test_a_leaked_thread_fails_the_run() -> None:
+def test_a_leaked_thread_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "SETTLE_S", 0.3)
     (result,) = ranks.run_ranks(1, leave_thread)
     assert result.error is not None and "left-over" in result.error.text
 
