@@ -418,7 +418,7 @@ def _nursery_main(address: str) -> None:
     import torch
     import torch._dynamo  # DistributedDataParallel imports it: once here, not once per rank
     import torch.distributed
-    import torch.utils.data  # noqa: F401
+    import torch.utils.data
 
     torch.set_num_threads(1)
     control = Client(address, family="AF_UNIX")
@@ -461,7 +461,7 @@ def _rank_main(address: str, rank: int, world_size: int, folder: Path, path: lis
         _join_world(connection, rank, world_size)
         _serve(connection, rank, world_size)
         code = 0
-    except BaseException:  # noqa: BLE001 - a fork must never return into the nursery's stack
+    except BaseException:
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
@@ -515,7 +515,7 @@ def _call(reference: tuple[str, str], payload: bytes, rank: int, world_size: int
         for part in name.split("."):
             fn = getattr(fn, part)
         returned = fn(rank, world_size, *pickle.loads(payload))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the test wants to see it
+    except BaseException as error:
         described = _described(error)
         traceback.clear_frames(error.__traceback__)  # lets go of what the function held
         return RankResult(rank, None, described, time.monotonic() - start)
@@ -536,9 +536,10 @@ def _pickled(result: RankResult) -> bytes:
     """The result as bytes, or the reason why it can't travel: a mistake of the test's."""
     try:
         return pickle.dumps(result)
-    except Exception as error:  # noqa: BLE001 - whatever the object's class does
+    except Exception as error:
         text = f"{type(error).__name__}: {error}"
         return pickle.dumps(RankResult(result.rank, None, RankError("PicklingError", text, text, ()), result.seconds))
+
 
 # ---- whole programs
 
@@ -572,7 +573,7 @@ class Script:
 
 @contextlib.contextmanager
 def script(code: str, nproc: int = 0, timeout: float = 60.0, **env: str) -> Iterator[Script]:
-    """Runs a program, `nproc` ranks of it under torchrun or one plain process if 0; whatever is left is killed at the end.
+    """Runs a program, `nproc` ranks of it under torchrun or one plain process if 0; kills what is left at the end.
 
     The program is a file, so that every start method can import it: guard its main part.
     """

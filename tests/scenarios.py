@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import odb
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import odb
 from odb.metrics import LoaderStats
 from odb.testing import LengthsDataset, Seen, collate, record, seen
-from torch import nn
-from torch.nn import functional as F  # noqa: N812 - its usual name
-from torch.nn.parallel import DistributedDataParallel
 
 VOCABULARY = 97
 
@@ -24,7 +25,7 @@ VOCABULARY = 97
 class Spec:
     """A dataset and a loader over it.
 
-    `share`: None (the loader shards by itself), "strided", "contiguous" (blocks of ceil(N / W)), or the ids of each rank.
+    `share`: None (the loader shards by itself), "strided", "contiguous" (blocks of ceil(N / W)), or each rank's ids.
     """
 
     lengths: Sequence[int]

@@ -93,16 +93,19 @@ def test_a_hanging_rank_fails_in_time_with_its_stack() -> None:
 
 def test_a_dead_rank_fails_at_once_with_its_output() -> None:
     start = time.monotonic()
-    with pytest.raises(ranks.RankTimeout, match="rank 0 died(?s:.*)my last words"):
+    with pytest.raises(ranks.RankTimeout, match=r"rank 0 died(?s:.*)my last words"):
         ranks.run_ranks(2, die_on, 0, timeout=50)
     assert time.monotonic() - start < 20
 
 
-@pytest.mark.parametrize(("fn", "args", "match"), [
-    (leave_process, (), "processes outlived"),
-    (leave_orphan, (), "processes outlived"),
-    (leave_shm, ("odb_test_left_over",), "odb_test_left_over"),
-])
+@pytest.mark.parametrize(
+    ("fn", "args", "match"),
+    [
+        (leave_process, (), "processes outlived"),
+        (leave_orphan, (), "processes outlived"),
+        (leave_shm, ("odb_test_left_over",), "odb_test_left_over"),
+    ],
+)
 def test_what_is_left_behind_fails_the_run(fn, args, match, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(ranks, "SETTLE_S", 0.3)
     try:
