@@ -332,7 +332,8 @@ def body(rank, door):
     store = dist.FileStore(door, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     loader = odb.ODBDataLoader(
-        LengthsDataset([10] * 100_000), token_budget=10, num_workers=1, collate_fn=collate, window=8, max_steps_per_round=4
+        LengthsDataset([10] * 100_000), token_budget=10, num_workers=1, collate_fn=collate,
+        window=8, max_steps_per_round=4,
     )
     for number, batch in enumerate(loader):
         print(f"step of {rank}", number, os.getpid(), flush=True)
@@ -342,7 +343,8 @@ def guarded(rank, door):
     try:
         body(rank, door)
     except BaseException as error:
-        print(f"rank {rank} saw {type(error).__name__} {getattr(error, 'ranks', ())}:", str(error).splitlines()[0], flush=True)
+        said = str(error).splitlines()[0]
+        print(f"rank {rank} saw {type(error).__name__} {getattr(error, 'ranks', ())}:", said, flush=True)
 
 if __name__ == "__main__":
     ranks = [mp.get_context("fork").Process(target=guarded, args=(rank, os.path.abspath("door"))) for rank in range(2)]
