@@ -24,7 +24,8 @@ from torch.utils.data import (
 from odb.collators import PadCollator, PerSample
 from odb.config import OPTION_NAMES, ODBConfig, make_config
 from odb.errors import ConfigError
-from odb.exchange.gloo import GlooAddress, rendezvous
+from odb.exchange.gloo import GlooAddress
+from odb.exchange.rendezvous import rendezvous
 from odb.feed import supervise
 from odb.feed.backend import Backend, InlineBackend, ProcessBackend
 from odb.feed.messages import Counts

@@ -16,6 +16,7 @@ import torch
 
 from odb.errors import ChannelClosed, ExchangeError
 from odb.exchange.base import Exchange
+from odb.exchange.gloo import report_failure
 from odb.feed import supervise
 from odb.feed.channel import Channel, close_inherited
 from odb.feed.engine import PeersClosed
@@ -158,10 +159,8 @@ class _Server:
 
 def publish_failure_at(spec: NodeSpec, text: str) -> None:
     """Tells the other ranks of a failure where this rank's exchange could not be made. Never raises."""
-    from odb.exchange.gloo import publish_failure
-
     if spec.address is not None:
-        publish_failure(spec.address, text)
+        report_failure(spec.address, text)
 
 
 def pickled(error: BaseException) -> bytes | None:
