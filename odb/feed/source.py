@@ -217,8 +217,8 @@ class WorkerInit:
         info = get_worker_info()
         guarded = getattr(info, "dataset", None)
         if isinstance(guarded, (GuardedDataset, GuardedIterable)):
-            # Users reach for their own dataset in worker_init_fn. WorkerInfo refuses assignment, hence its dict.
-            vars(info)["dataset"] = guarded.dataset
+            # Users reach for their own dataset in worker_init_fn. WorkerInfo refuses plain assignment.
+            object.__setattr__(info, "dataset", guarded.dataset)
         if self.user_fn is not None:
             self.user_fn(worker_id)
 
