@@ -224,6 +224,7 @@ class InlineBackend:
         self._away = contextlib.ExitStack()
         try:
             self._node = Node(spec, os.getpid(), use_signal=False, poll=self._poll)
+            self._exchange = self._node.connect()
         except Exception as error:
             publish_failure_at(spec, f"{type(error).__name__}: {error}")
             raise
@@ -235,7 +236,7 @@ class InlineBackend:
 
     def _leave(self) -> None:
         """From here on the training loop is at work: peers wait without limit."""
-        self._away.enter_context(self._node.exchange.waiting_for_consumer())
+        self._away.enter_context(self._exchange.waiting_for_consumer())
 
     def begin(self, order: Order, base_seed: int) -> int:
         """Starts an epoch, once the one before is over on all ranks."""
@@ -280,7 +281,7 @@ class InlineBackend:
             self._error = error
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             if not isinstance(error, ExchangeError):
-                self._node.exchange.publish_failure(text)
+                self._exchange.publish_failure(text)
             raise
 
     def end(self, generation: int) -> None:
@@ -308,7 +309,7 @@ class InlineBackend:
         self._is_shut = True
         failed_here = self._error is not None and not isinstance(self._error, ExchangeError)
         if failed_here:
-            self._node.exchange.linger(_EXIT_GRACE_S)
+            self._exchange.linger(_EXIT_GRACE_S)
         if self._closer is not None:
             self._closer.join(_EXIT_GRACE_S)
         self._away.close()

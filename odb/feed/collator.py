@@ -59,7 +59,6 @@ class _Server:
         self.spec = spec
         self.channel = channel
         self.node: Node | None = None
-        self.exchange: Exchange | None = None
         self.credits = 0
         self.current: Begin | None = None
         self.pending: Begin | None = None
@@ -69,12 +68,16 @@ class _Server:
     def serve(self, use_signal: bool) -> None:
         """Epoch after epoch, until told to stop."""
         self.node = Node(self.spec, os.getpid(), use_signal=use_signal, poll=self.poll)
-        self.exchange = self.node.exchange
         while True:
-            with self.exchange.waiting_for_consumer():
+            with self.exchange.waiting_for_consumer() if self.exchange is not None else contextlib.nullcontext():
                 while self.pending is None:
                     self.handle(self.channel.recv(None))
             self.run_epoch()
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The exchange, once there is one."""
+        return self.node.exchange if self.node is not None else None
 
     def poll(self) -> None:
         """Reads what the training process has said meanwhile. Cheap; called in every slice of every wait."""
