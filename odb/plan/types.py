@@ -81,7 +81,9 @@ class PlanConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if callable(value):  # identity differs between processes, the name does not
-                value = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+                value = (
+                    f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+                )
             out[field.name] = repr(value)
         return out
 
@@ -105,7 +107,12 @@ class Measures:
     @classmethod
     def concat(cls, parts: list[Measures]) -> Measures:
         """The samples of all parts, in their order."""
-        return cls(*(np.concatenate([getattr(p, f.name) for p in parts]) if parts else np.empty(0, np.int64) for f in fields(cls)))
+        return cls(
+            *(
+                np.concatenate([getattr(p, f.name) for p in parts]) if parts else np.empty(0, np.int64)
+                for f in fields(cls)
+            )
+        )
 
     def take(self, index: npt.NDArray[Any]) -> Measures:
         """The samples at `index` (integer positions or a boolean mask)."""
