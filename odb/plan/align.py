@@ -153,15 +153,18 @@ def _odb_steps(config: PlanConfig, table: _Table) -> int:
 
 def _steps_without_idle(config: PlanConfig, table: _Table, steps: int) -> tuple[int, bool]:
     """tail="drop" and non-join: the epoch is over before the first step in which a rank would have nothing."""
-    if (table.running & (table.held < min(steps, config.grad_accum_steps))).any():
+    fed, dry = table.held[table.running], table.held[~table.running]
+    if len(fed) and fed.min() < config.grad_accum_steps:
         return 0, False  # it will have more
-    dry = table.held[~table.running]
-    if len(dry) and dry.min() <= steps:
-        steps = int(dry.min())
+    over = _all_leaves(table, steps)
+    if not over:
+        steps = min([_whole_windows(config, steps), *(_down(int(held), config) for held in fed)])
+    elif config.accum_tail == "fill":
+        steps = _up(steps, config)
+    if over or (len(dry) and dry.min() <= steps):
+        steps = min(steps, int(dry.min()))
         return (_down(steps, config) if config.accum_tail == "fill" else steps), True
-    if _all_leaves(table, steps):
-        return (_down(steps, config) or steps if config.accum_tail == "fill" else steps), True
-    return _down(min(steps, int(table.held.min())), config), False
+    return steps, False
 
 
 def _complete_steps(config: PlanConfig, table: _Table) -> tuple[int, bool]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from odb.errors import ConfigError
 from odb.plan.types import I64, Measures, PlanConfig
@@ -32,7 +35,7 @@ def group_cost(rows: I64, padded_len: I64, config: PlanConfig) -> I64:
     return raw.astype(np.int64) if raw.dtype.kind in "iu" else np.ceil(raw).astype(np.int64)
 
 
-def _check_costs(raw: np.ndarray[tuple[int, ...], np.dtype[np.generic]], shape: tuple[int, ...]) -> None:
+def _check_costs(raw: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
     hint = "cost_fn(rows, padded_len) gets two int64 arrays and returns one cost per element"
     if raw.shape != shape:
         raise ConfigError(f"cost_fn returned shape {raw.shape} for inputs of shape {shape}; {hint}")
@@ -50,7 +53,7 @@ def sample_cost(measures: Measures, config: PlanConfig) -> I64:
     return group_cost(np.ones(len(measures), np.int64), padded_length(measures.length, config), config)
 
 
-def oversize(config: PlanConfig, measures: Measures) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def oversize(config: PlanConfig, measures: Measures) -> npt.NDArray[np.bool_]:
     """(n,) bool: samples that break a bound all by themselves (cost over the budget, or patches over `max_patches`)."""
     over = sample_cost(measures, config) > config.token_budget
     if config.max_patches is not None:

@@ -89,7 +89,8 @@ def greedy(samples: Sorted, config: PlanConfig, cap: int | None = None, most: in
 
 
 def _walk(reach: I64, multiple: int, most: int | None = None) -> list[int]:
-    total, start, ends = len(reach), 0, []
+    total, start = len(reach), 0
+    ends: list[int] = []
     bound = total + 1 if most is None else most + 1
     item = reach.item
     while start < total and len(ends) < bound:
@@ -103,7 +104,8 @@ def _walk(reach: I64, multiple: int, most: int | None = None) -> list[int]:
 
 def _walk_back(reach: I64, multiple: int, most: int) -> list[int]:
     """Starts of at most `most` groups that cover the longest possible suffix, last group first."""
-    starts, end = [], len(reach)
+    starts: list[int] = []
+    end = len(reach)
     while end > 0 and len(starts) < most:
         start = min(int(np.searchsorted(reach, end)), end - 1)
         rows = end - start
@@ -123,7 +125,7 @@ def complete(samples: Sorted, ends: list[int], config: PlanConfig) -> npt.NDArra
     stop = np.array(ends, np.int64)
     start = np.concatenate([[0], stop[:-1]])
     reach = _reach(samples, config, config.token_budget)[start]
-    closed = reach <= len(samples)
+    closed: npt.NDArray[np.bool_] = reach <= len(samples)
     if config.max_patches is not None:
         total = np.concatenate([[0], np.cumsum(samples.patches)])
         closed |= total[stop] - total[start] + samples.patches[stop - 1] > config.max_patches

@@ -41,4 +41,5 @@ def loss_scales(totals: I64, all_totals: I64, world_size: int, config: PlanConfi
 def sync_flags(num_steps: int, grad_accum_steps: int) -> npt.NDArray[np.bool_]:
     """(T,) true on the last micro-step of each optimizer step, a short last one included."""
     index = np.arange(1, num_steps + 1)
-    return (index % grad_accum_steps == 0) | (index == num_steps)
+    flags: npt.NDArray[np.bool_] = (index % grad_accum_steps == 0) | (index == num_steps)
+    return flags
