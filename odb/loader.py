@@ -222,7 +222,8 @@ class ODBDataLoader:
             else:
                 backend = ProcessBackend(spec, self._source.multiprocessing_context, _pinner(self.pin_memory))
             self._backend = backend
-            self._finalizer = weakref.finalize(self, supervise.at_exit(backend.close))
+            self._finalizer = weakref.finalize(self, backend.close)
+            supervise.at_exit(backend.close)  # before multiprocessing waits for the collate process
         return self._backend
 
     def _make_spec(self) -> NodeSpec:
