@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
+import ranks
 from hypothesis import HealthCheck, settings
 
 # One thread per process: the multi-process tests share few cores. Before torch is imported.
@@ -13,3 +16,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rank_processes() -> Iterator[None]:
+    """The pool of rank processes ends with the session."""
+    yield
+    ranks.shutdown()
