@@ -172,6 +172,11 @@ class GlooExchange:
         self._monitor.stop(_STORE_LIMIT_S)
         self._drop_group()
 
+    def check(self) -> None:
+        """Raises what a peer has published; local, for waits outside of a collective."""
+        if self._error is None and self._monitor.error is not None:
+            raise self._monitor.error
+
     # ---- one collective ----
 
     def _run(self, start: Callable[[], Any], poll: Poll | None) -> None:

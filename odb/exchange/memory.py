@@ -49,6 +49,17 @@ class SoloExchange:
         """Nobody to tell; the exchange is dead all the same."""
         self._error = self._error or ExchangeError(f"this rank failed:\n{text}", (0,))
 
+    def linger(self, seconds: float) -> bool:
+        """Nobody to wait for."""
+        return True
+
+    def explain_disagreement(self) -> str:
+        """Nobody to disagree with."""
+        return ""
+
+    def check(self) -> None:
+        """No peer can fail."""
+
     def close(self) -> None:
         """Later calls raise."""
         self._error = self._error or ExchangeError("this exchange is closed", (0,))
@@ -141,6 +152,13 @@ class ThreadExchange:
             self._closed = True
             self._error = self._error or ExchangeError("this exchange is closed", (self.rank,))
             self._publish(CLOSED, "")
+
+    def check(self) -> None:
+        """Raises what a peer has published."""
+        with self._hub.cond:
+            news = self._hub.bad_news(self.rank)
+        if news is not None:
+            raise news
 
     def _shift_busy(self, by: int) -> None:
         with self._hub.cond:
