@@ -24,7 +24,8 @@ from torch.utils.data import (
 from odb.collators import PadCollator, PerSample
 from odb.config import OPTION_NAMES, ODBConfig, make_config
 from odb.errors import ConfigError
-from odb.exchange.gloo import GlooAddress, rendezvous
+from odb.exchange.gloo import GlooAddress
+from odb.exchange.rendezvous import rendezvous
 from odb.feed import supervise
 from odb.feed.backend import Backend, InlineBackend, ProcessBackend
 from odb.feed.messages import Counts
@@ -222,7 +223,8 @@ class ODBDataLoader:
             else:
                 backend = ProcessBackend(spec, self._source.multiprocessing_context, _pinner(self.pin_memory))
             self._backend = backend
-            self._finalizer = weakref.finalize(self, supervise.at_exit(backend.close))
+            self._finalizer = weakref.finalize(self, backend.close)
+            supervise.at_exit(backend.close)  # before multiprocessing waits for the collate process
         return self._backend
 
     def _make_spec(self) -> NodeSpec:

@@ -60,6 +60,7 @@ LAYERS = (
         ("odb.errors", "odb.plan", "odb.exchange", "odb.feed", *BESIDE_THE_LOADER),
         ("numpy", "torch"),
     ),
+    Layer("odb.testing", ("odb.errors", "odb.loader", *BESIDE_THE_LOADER), ("numpy", "torch")),
 )
 
 #: Who may import `torch.distributed`; everybody else asks `odb.exchange`.

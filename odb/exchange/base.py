@@ -46,7 +46,7 @@ class Exchange(Protocol):
     def publish_failure(self, text: str) -> None:
         """Tells all ranks why this one can't go on (bounded text). Never raises."""
 
-    def linger(self, seconds: float) -> None:
+    def linger(self, seconds: float) -> bool:
         """After a published failure: waits until all peers have seen it, at most so long. Never raises."""
 
     def close(self) -> None:

@@ -67,18 +67,17 @@ class ProcessBackend:
         self._generation = 0
         self._open = -1  # generation of an epoch that has not been seen to end
         self._error: BaseException | None = None
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        use_signal = is_main_thread and self._context.get_start_method() in ("fork", "spawn")
+        self._owner_pid = os.getpid()
+        self._is_closed = False
+        use_signal = supervise.can_use_signal(self._context)
         self._channel, remote = channel_pair()
         try:
             self._process = supervise.start(self._context, run, (spec, remote, os.getpid(), use_signal), "odb-collate")
         except Exception as error:
-            remote.close()
             self._channel.close()
             failure = unpicklable_error(spec, self._context.get_start_method(), error)
             publish_failure_at(spec, f"{type(failure).__name__}: {failure}")
             raise failure from error
-        remote.close()
 
     def begin(self, order: Order, base_seed: int) -> int:
         """Starts an epoch."""
@@ -114,13 +113,16 @@ class ProcessBackend:
 
     def end(self, generation: int) -> None:
         """Tells the collate process that nobody wants more of this epoch."""
-        if generation == self._open and self._error is None:
+        if generation == self._open and self._error is None and os.getpid() == self._owner_pid:
             self._open = -1
             with contextlib.suppress(ChannelClosed):
                 self._channel.send(End(generation))
 
     def close(self) -> None:
         """Asks the collate process to end, and ends it if it does not."""
+        if self._is_closed or os.getpid() != self._owner_pid:  # a forked child holds a copy of this object
+            return
+        self._is_closed = True
         with contextlib.suppress(ChannelClosed, TimeoutError, OSError):
             self._channel.send(Shutdown(), timeout=1.0)
         supervise.stop(self._process, _EXIT_GRACE_S)
@@ -141,7 +143,7 @@ class ProcessBackend:
     def _receive(self) -> Any:
         while True:
             try:
-                return self._channel.recv(_SLICE_S, pin=self._pin)
+                return self._channel.recv(_SLICE_S, place=self._pin)
             except TimeoutError:
                 if self._process.is_alive():
                     continue
@@ -183,7 +185,7 @@ def rebuilt(message: Failed) -> BaseException:
 
 def unpicklable_error(spec: NodeSpec, start_method: str, error: Exception) -> Exception:
     """Names the argument that kept the collate process from starting, if one did."""
-    if start_method == "fork":
+    if not isinstance(error, (ConfigError, SampleError)) or start_method == "fork":
         return error
     options = spec.options
     parts = {
@@ -212,7 +214,7 @@ class InlineBackend:
     """The same node in the training process itself: no worker, no collate process, no channel."""
 
     def __init__(self, spec: NodeSpec) -> None:
-        self._spec = spec
+        self._owner_pid = os.getpid()
         self._is_left = False
         self._is_shut = False
         self._generation = 0
@@ -222,6 +224,7 @@ class InlineBackend:
         self._away = contextlib.ExitStack()
         try:
             self._node = Node(spec, os.getpid(), use_signal=False, poll=self._poll)
+            self._exchange = self._node.connect()
         except Exception as error:
             publish_failure_at(spec, f"{type(error).__name__}: {error}")
             raise
@@ -233,7 +236,7 @@ class InlineBackend:
 
     def _leave(self) -> None:
         """From here on the training loop is at work: peers wait without limit."""
-        self._away.enter_context(self._node.exchange.waiting_for_consumer())
+        self._away.enter_context(self._exchange.waiting_for_consumer())
 
     def begin(self, order: Order, base_seed: int) -> int:
         """Starts an epoch, once the one before is over on all ranks."""
@@ -278,7 +281,7 @@ class InlineBackend:
             self._error = error
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             if not isinstance(error, ExchangeError):
-                self._node.exchange.publish_failure(text)
+                self._exchange.publish_failure(text)
             raise
 
     def end(self, generation: int) -> None:
@@ -301,12 +304,12 @@ class InlineBackend:
 
     def close(self) -> None:
         """Leaves the exchange."""
-        if self._is_shut:
+        if self._is_shut or os.getpid() != self._owner_pid:
             return
         self._is_shut = True
         failed_here = self._error is not None and not isinstance(self._error, ExchangeError)
         if failed_here:
-            self._node.exchange.linger(_EXIT_GRACE_S)
+            self._exchange.linger(_EXIT_GRACE_S)
         if self._closer is not None:
             self._closer.join(_EXIT_GRACE_S)
         self._away.close()

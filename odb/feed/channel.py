@@ -20,8 +20,7 @@ other ends by itself, so that the end of a process always shows at the other sid
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import errno
 import os
 import select
 import socket
@@ -30,13 +29,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import context
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from odb.errors import ChannelClosed
 from odb.feed import handoff
@@ -53,6 +53,7 @@ INLINE_LIMIT = 16 * 1024 if _HAS_MEMFD else sys.maxsize
 #: Bodies from this many bytes on are mapped, smaller ones are copied into fresh memory. Copying reuses memory that is mapped
 #: already, which wins for small bodies; from about a megabyte on, page faults and the copy itself cost more than a mapping.
 MAP_FROM = 1024 * 1024
+_RETRY_S = 0.005  # after a refusal that nothing tells the end of
 _SLICE_S = 0.5  # a wait looks this often whether another thread closed the channel
 
 _Bytes = npt.NDArray[np.uint8]
@@ -171,7 +172,8 @@ class Channel:
             self._amid_message[0] = begun and len(data) > 0
             if not data:
                 return
-            if not self._wait(select.POLLOUT, None if begun else deadline):
+            in_time = begun or deadline is None or time.monotonic() < deadline
+            if not (in_time and self._wait(select.POLLOUT, None if begun else deadline)):
                 raise TimeoutError("the other end of the channel takes no message: it has not received for too long")
 
     def _try_send(self, data: memoryview, fds: list[int]) -> int:
@@ -180,6 +182,9 @@ class Channel:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:  # this user's descriptors in flight, over all processes: ulimit -n
+                time.sleep(_RETRY_S)
+                return 0
             raise self._lost(error) from error
 
     # Receiving
@@ -408,32 +413,13 @@ def _copy(fd: int, num_bytes: int) -> _Bytes:
 
 
 def _map(fd: int, num_bytes: int) -> _Bytes:
-    """The file's content where it is; unmapped when nothing refers to it any more."""
-    return np.asarray(_Mapping(fd, num_bytes))
+    """The file's content where it is, private and writable; unmapped when nothing refers to it any more.
 
-
-class _Mapping:
-    """A private writable mapping that holds no descriptor (before Python 3.13 an `mmap.mmap` keeps a duplicate)."""
-
-    _libc = ctypes.CDLL(None, use_errno=True) if _HAS_MEMFD else None
-    _mmap: Callable[..., int | None]
-    _munmap: Callable[..., int]
-
-    def __init__(self, fd: int, num_bytes: int) -> None:
-        address = self._mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            code = ctypes.get_errno()
-            raise OSError(code, f"mapping a message of {num_bytes} bytes: {os.strerror(code)}")
-        self._region = (address, num_bytes)
-        self.__array_interface__ = {"data": (address, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
-
-    def __del__(self) -> None:
-        if hasattr(self, "_region"):
-            self._munmap(*self._region)
-
-    if _libc is not None:
-        _mmap = _libc.mmap
-        _mmap.restype = ctypes.c_void_p
-        _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-        _munmap = _libc.munmap
-        _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    PyTorch's mapping holds no descriptor, unlike that of `mmap` before Python 3.13, and is undone in native code.
+    """
+    try:
+        mapped = torch.from_file(f"/proc/self/fd/{fd}", shared=False, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError:  # no /proc here, or no descriptor left for the second that this takes for a moment
+        return _copy(fd, num_bytes)
+    body: _Bytes = mapped.numpy()
+    return body

@@ -16,6 +16,7 @@ import torch
 
 from odb.errors import ChannelClosed, ExchangeError
 from odb.exchange.base import Exchange
+from odb.exchange.gloo import report_failure
 from odb.feed import supervise
 from odb.feed.channel import Channel, close_inherited
 from odb.feed.engine import PeersClosed
@@ -58,7 +59,6 @@ class _Server:
         self.spec = spec
         self.channel = channel
         self.node: Node | None = None
-        self.exchange: Exchange | None = None
         self.credits = 0
         self.current: Begin | None = None
         self.pending: Begin | None = None
@@ -68,12 +68,16 @@ class _Server:
     def serve(self, use_signal: bool) -> None:
         """Epoch after epoch, until told to stop."""
         self.node = Node(self.spec, os.getpid(), use_signal=use_signal, poll=self.poll)
-        self.exchange = self.node.exchange
         while True:
-            with self.exchange.waiting_for_consumer():
+            with self.exchange.waiting_for_consumer() if self.exchange is not None else contextlib.nullcontext():
                 while self.pending is None:
                     self.handle(self.channel.recv(None))
             self.run_epoch()
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The exchange, once there is one."""
+        return self.node.exchange if self.node is not None else None
 
     def poll(self) -> None:
         """Reads what the training process has said meanwhile. Cheap; called in every slice of every wait."""
@@ -158,10 +162,8 @@ class _Server:
 
 def publish_failure_at(spec: NodeSpec, text: str) -> None:
     """Tells the other ranks of a failure where this rank's exchange could not be made. Never raises."""
-    from odb.exchange.gloo import publish_failure
-
     if spec.address is not None:
-        publish_failure(spec.address, text)
+        report_failure(spec.address, text)
 
 
 def pickled(error: BaseException) -> bytes | None:

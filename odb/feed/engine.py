@@ -18,7 +18,8 @@ from odb.exchange.base import Exchange
 from odb.feed.source import Record
 from odb.plan import cost
 from odb.plan import round as protocol
-from odb.plan.types import Agreement, Measures, PlanConfig, RoundState, StepPlan, Verdict
+from odb.plan.types import I64, Agreement, Measures, PlanConfig, RoundState, StepPlan, Verdict
+from odb.plan.wire import digest
 
 
 class Feed(Protocol):
@@ -44,6 +45,48 @@ class PeersClosed:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RoundMark:
+    """What resuming inside a round needs. Made once a round; together with the last step taken it is the state.
+
+    Attributes:
+        first_step: of the round, counted in the epoch.
+        groups: identities of each of the round's T steps on this rank.
+        totals: (T, 3) samples, tokens and loss tokens of each step over all ranks.
+        partial: (j, 3) the same of the j micro-steps before `first_step` that belong to its optimizer step.
+        state: this rank's state after the round.
+        cursor: keys of the rank's order that were used up when the round's window closed.
+        is_last: the epoch is over after this round.
+    """
+
+    first_step: int
+    groups: tuple[I64, ...]
+    totals: I64
+    partial: I64
+    state: RoundState
+    cursor: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where an epoch goes on: steps that were agreed on and not taken, then rounds from a state.
+
+    `state.window` has the carried identities and no measures yet: samples are read, and measured, again.
+    """
+
+    pending: tuple[I64, ...]  # identities of each step
+    partial: I64  # (j, 3), see `RoundMark`
+    state: RoundState
+    cursor: int
+    is_last: bool
+
+    @property
+    def head(self) -> tuple[int, ...]:
+        """Identities to read first: of the pending steps, then carried ones."""
+        return tuple(i for ids in (*self.pending, self.state.window.ids) for i in ids.tolist())
+
+
 @dataclass
 class EpochJob:
     """What one epoch's loop needs, and what it counts."""
@@ -61,7 +104,10 @@ class EpochJob:
     dropped: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
     max_held_tokens: int = 0
-    _backlog: list[Record] = field(default_factory=list)
+    resume: ResumePoint | None = None
+    mark: RoundMark | None = None
+    cursor: int = 0
+    _backlog: list[tuple[Record, bool]] = field(default_factory=list)  # and whether it is too large
     _held: dict[int, Record] = field(default_factory=dict)
 
     def steps(self) -> Iterator[Emission | PeersClosed]:
@@ -70,6 +116,11 @@ class EpochJob:
         After a `PeersClosed` the consumer must close this rank's side too, or give up with an error; the loop waits.
         """
         state = RoundState.start(self.epoch)
+        if self.resume is not None:
+            yield from self._replay(self.resume)
+            state = self._resumed_state(self.resume)
+            if self.resume.is_last:
+                return
         while True:
             arrivals, exhausted = self._gather(state)
             closed = self.is_closed()
@@ -91,17 +142,69 @@ class EpochJob:
             for identity in outcome.dropped_ids.tolist():
                 del self._held[identity]
             self.dropped["tail"] += len(outcome.dropped_ids)
-            for step in outcome.steps:
-                records = [self._held.pop(identity) for identity in step.ids.tolist()]
-                yield Emission(step, [r.sample for r in records], [r.measure for r in records])
+            self.mark = RoundMark(
+                state.step, tuple(s.ids for s in outcome.steps), totals, _NO_ROWS, outcome.state, self.cursor, outcome.ended
+            )
+            yield from self._emit(outcome.steps)
             state = outcome.state
             if outcome.ended:
                 return
 
+    def _emit(self, steps: tuple[StepPlan, ...]) -> Iterator[Emission]:
+        for step in steps:
+            records = [self._held.pop(identity) for identity in step.ids.tolist()]
+            yield Emission(step, [r.sample for r in records], [r.measure for r in records])
+
+    def _replay(self, point: ResumePoint) -> Iterator[Emission]:
+        """The steps that were agreed on before the state was saved, with the same groups; totals are agreed on again."""
+        self.cursor = point.cursor
+        self._read_head(point)
+        self._check_same_place(point)
+        groups = tuple(np.array([i for i in ids.tolist() if i in self._held], np.int64) for ids in point.pending)
+        window = _measures([self._held[i] for ids in groups for i in ids.tolist()])
+        ends = np.cumsum([0, *map(len, groups)])
+        slots = tuple(np.arange(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True))
+        totals = np.array(
+            [(len(s), window.length[s].sum(), window.loss_tokens[s].sum()) for s in slots], np.int64
+        ).reshape(len(slots), 3)
+        all_totals = self.exchange.all_reduce_sum(totals, self.poll)
+        steps = protocol.replayed(self.config, point.state, window, slots, point.partial, all_totals, self.exchange.world_size)
+        if steps:
+            first = steps[0].step
+            self.mark = RoundMark(first, groups, all_totals, point.partial, point.state, point.cursor, point.is_last)
+        yield from self._emit(steps)
+
+    def _check_same_place(self, point: ResumePoint) -> None:
+        """All ranks must resume from states that were saved after the same step."""
+        here = replace(point.state, observed_samples=0, observed_tokens=0, emitted_samples=0, step=0)
+        report = protocol.propose(self.config, replace(here, window=Measures.empty(), age=_NO_IDS), Measures.empty(), exhausted=True).report
+        place = digest(repr((point.state.agreement_digest, len(point.pending), point.partial.tolist())))
+        self._agree(protocol.encode(replace(report, config_digest=self.config_digest, agreement_digest=place)))
+
+    def _read_head(self, point: ResumePoint) -> None:
+        missing = set(point.head)
+        while missing:
+            if not self._backlog and not self._draw():
+                break
+            record, is_large = self._backlog[0]
+            if record.id not in missing:
+                break
+            del self._backlog[0]
+            missing.discard(record.id)
+            if self._is_admitted(record, is_large):
+                self._held[record.id] = record
+
+    def _resumed_state(self, point: ResumePoint) -> RoundState:
+        """The state after the replayed steps, its window measured anew."""
+        window = point.state.window
+        here = [k for k, i in enumerate(window.ids.tolist()) if i in self._held]
+        records = [self._held[int(window.ids[k])] for k in here]
+        return replace(point.state, window=_measures(records), age=point.state.age[here])
+
     def _agree(self, row: np.ndarray[Any, Any]) -> Agreement:
         rows = self.exchange.all_gather(row, self.poll)
         try:
-            return protocol.settle(self.config, protocol.decode(rows))
+            return protocol.settle(self.config, protocol.decode_all(rows))
         except DisagreementError as error:
             details = self.explain()
             raise DisagreementError(f"{error}\n{details}" if details else str(error), error.ranks) from None
@@ -120,46 +223,59 @@ class EpochJob:
         need = list(protocol.fill_target(self.config, state))
         taken: list[Record] = []
         exhausted = False
-        while not exhausted and all(n > 0 for n in need) and not self.is_closed():
-            if not self._backlog:
-                chunk = self.feed.take(self.poll)
-                if chunk is None:
-                    exhausted = True
-                    break
-                self._backlog = self._admitted(chunk)
+        while all(n > 0 for n in need) and not self.is_closed():
+            if not self._backlog and not self._draw():
+                exhausted = True
+                break
             self._use_backlog(taken, need)
-        self.max_held_tokens = max(
-            self.max_held_tokens, int(state.window.length.sum()) + sum(r.measure.length for r in taken if r.measure)
-        )
+        held = int(state.window.length.sum()) + sum(r.measure.length for r in taken if r.measure)
+        self.max_held_tokens = max(self.max_held_tokens, held)
         return _measures(taken), exhausted
+
+    def _draw(self) -> bool:
+        """The next records into the backlog; False when the source is dry."""
+        chunk: list[Record] | None = []
+        while not chunk:
+            chunk = self.feed.take(self.poll)
+            if chunk is None:
+                return False
+        self._backlog = list(zip(chunk, self._too_large(chunk), strict=True))
+        return True
+
+    def _too_large(self, chunk: list[Record]) -> list[bool]:
+        """Whether each sample alone exceeds the budget; not asked where that is allowed."""
+        if self.config.on_oversize == "alone":
+            return [False] * len(chunk)
+        good = [record for record in chunk if record.measure is not None]
+        large = dict(zip((r.id for r in good), cost.oversize(self.config, _measures(good)).tolist(), strict=True))
+        return [large.get(record.id, False) for record in chunk]
 
     def _use_backlog(self, taken: list[Record], need: list[int]) -> None:
         used = 0
-        for record in self._backlog:
+        for record, is_large in self._backlog:
+            used += 1
+            if not self._is_admitted(record, is_large):
+                continue
             assert record.measure is not None
             taken.append(record)
             self._held[record.id] = record
-            used += 1
             need[0] -= 1
             need[1] -= record.measure.length
             need[2] -= record.measure.num_bytes
             if need[0] <= 0 or need[1] <= 0 or need[2] <= 0:
                 break
+        self.cursor += used
         self._backlog = self._backlog[used:]
 
-    def _admitted(self, chunk: list[Record]) -> list[Record]:
-        """The records of a chunk that may be planned; the others are refused or counted, as the options say."""
-        good = [record for record in chunk if record.measure is not None]
-        if len(good) < len(chunk):
-            for record in chunk:
-                if record.measure is None:
-                    self._reject(record)
-        if self.config.on_oversize == "alone" or not good:
-            return good
-        too_large = cost.oversize(self.config, _measures(good))
-        for record in (r for r, large in zip(good, too_large, strict=True) if large):
+    def _is_admitted(self, record: Record, is_large: bool) -> bool:
+        """Whether a record may be planned; the others are refused or counted, as the options say."""
+        if record.measure is None:
+            self._reject(record)
+            return False
+        if is_large:
             self._reject_oversize(record)
-        return [r for r, large in zip(good, too_large, strict=True) if not large]
+            return False
+        return True
 
     def _reject(self, record: Record) -> None:
         if record.rejected == "empty" and self.on_empty == "error":
@@ -178,6 +294,10 @@ class EpochJob:
                 "in the dataset, raise the budget, or give on_oversize='alone' or 'skip'"
             )
         self.rejected["oversize"] += 1
+
+
+_NO_ROWS = np.zeros((0, 3), np.int64)
+_NO_IDS = np.empty(0, np.int64)
 
 
 def _measures(records: list[Record]) -> Measures:

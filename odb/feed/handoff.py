@@ -157,7 +157,10 @@ def _reduce_uncommon_tensor(tensor: torch.Tensor) -> Any:
     if plain.dtype in _NATIVE:
         array = plain.numpy()
         return _tensor, (_buffer(array), array.dtype, array.shape)
-    raw = plain.reshape(-1).view(torch.uint8).numpy()
+    flat = plain.reshape(-1)
+    if flat.stride(0) != 1:  # counts as contiguous with less than two elements, but can't be viewed as bytes
+        flat = flat.new_empty(flat.shape).copy_(flat)
+    raw = flat.view(torch.uint8).numpy()
     return _tensor_of_bytes, (_buffer(raw), plain.dtype, tuple(plain.shape))
 
 

@@ -109,9 +109,7 @@ class Node:
         self.spec = spec
         self.plan = spec.plan
         self.poll = poll
-        self.exchange: Exchange = (
-            GlooExchange.connect(spec.address, poll) if spec.address is not None else SoloExchange()
-        )
+        self.exchange: Exchange | None = None
         self.source = Source(spec.source, collate_pid, use_signal)
         self.assembler = Assembler(
             self.plan,
@@ -130,20 +128,28 @@ class Node:
         record = self.source.first_record()
         return None if record is None else record.sample
 
+    def connect(self) -> Exchange:
+        """Meets the other ranks, once."""
+        if self.exchange is None:
+            address = self.spec.address
+            self.exchange = SoloExchange() if address is None else GlooExchange.connect(address, self.poll)
+        return self.exchange
+
     def begin(self, order: Order, base_seed: int, is_closed: Callable[[], bool]) -> Iterator[Any]:
         """Starts an epoch; yields its deliveries (and `PeersClosed`) in order."""
         self.source.begin(order, seeded(base_seed, order.rank))
+        exchange = self.connect()  # only now: the workers start meanwhile
         threaded = self.spec.source.num_workers > 0
         self.feed = ThreadFeed(self.source, self.plan) if threaded else DirectFeed(self.source)
         self.job = EpochJob(
             config=self.plan,
             epoch=order.epoch,
             feed=self.feed,
-            exchange=self.exchange,
+            exchange=exchange,
             config_digest=self.spec.config_digest,
             is_closed=is_closed,
             poll=self.poll,
-            explain=self.exchange.explain_disagreement,
+            explain=exchange.explain_disagreement,
             on_empty=self.spec.options.on_empty,
         )
         probe, self._probe_due = self._probe_due, False
@@ -166,7 +172,8 @@ class Node:
 
     def close(self, grace_s: float) -> bool:
         """Leaves the exchange and ends the workers. False if a worker is stuck: then only ending the process helps."""
-        self.exchange.close()
+        if self.exchange is not None:
+            self.exchange.close()
         if self.feed is not None:
             self.feed.stop()
             if not self.feed.is_stopped(grace_s):

@@ -53,6 +53,15 @@ class Order:
     shuffle: bool = False
     seed: int = 0
     passes: int = 1  # how often the order is gone through; 0: without end (a sample quota ends the epoch)
+    head: tuple[int, ...] = ()  # identities to read first: planned or carried when the state was saved
+    cursor: int = 0  # then go on behind this many keys
+
+    @property
+    def pass_length(self) -> int:
+        """Keys of one pass of this rank."""
+        if self.keys is not None:
+            return len(self.keys)
+        return len(range(self.rank, self.num_samples, self.world_size))
 
     def pass_keys(self, number: int) -> tuple[np.ndarray[Any, Any], Sequence[Any] | np.ndarray[Any, Any]]:
         """Identities and dataset indices of one pass, shapes (n,) and (n,)."""
@@ -95,15 +104,30 @@ class IndexSource:
 
     @staticmethod
     def _keys(order: Order) -> Iterator[tuple[int, int, Any]]:
-        number = 0
+        yield from _head_keys(order)
+        length = order.pass_length
+        if not length:
+            return
+        number, skip = divmod(order.cursor, length)
         while not order.passes or number < order.passes:
             ids, keys = order.pass_keys(number)
-            if not len(ids):
-                return
             plain = keys.tolist() if isinstance(keys, np.ndarray) else keys
-            for identity, key in zip(ids.tolist(), plain, strict=True):
+            for identity, key in zip(ids[skip:].tolist(), plain[skip:], strict=True):
                 yield order.epoch, identity, key
-            number += 1
+            number, skip = number + 1, 0
+
+
+def _head_keys(order: Order) -> Iterator[tuple[int, int, Any]]:
+    """The identities of `order.head` and their dataset indices, pass by pass as they are asked for."""
+    passes: dict[int, dict[int, Any]] = {}
+    per_pass = order.pass_length * order.world_size if order.keys is not None else order.num_samples
+    for identity in order.head:
+        number = identity // per_pass
+        if number not in passes:
+            ids, keys = order.pass_keys(number)
+            plain = keys.tolist() if isinstance(keys, np.ndarray) else keys
+            passes[number] = dict(zip(ids.tolist(), plain, strict=True))
+        yield order.epoch, identity, passes[number][identity]
 
 
 @dataclass(frozen=True)
@@ -217,8 +241,8 @@ class WorkerInit:
         info = get_worker_info()
         guarded = getattr(info, "dataset", None)
         if isinstance(guarded, (GuardedDataset, GuardedIterable)):
-            # Users reach for their own dataset in worker_init_fn. WorkerInfo refuses assignment, hence its dict.
-            vars(info)["dataset"] = guarded.dataset
+            # Users reach for their own dataset in worker_init_fn. WorkerInfo refuses plain assignment.
+            object.__setattr__(info, "dataset", guarded.dataset)
         if self.user_fn is not None:
             self.user_fn(worker_id)
 
@@ -302,12 +326,17 @@ class Source:
         return self._numbered(records) if self.config.is_iterable else records
 
     def _numbered(self, records: list[Record]) -> list[Record]:
+        """Identities by arrival; after a resume without what was emitted before."""
         first, order = self._number, self._order
         self._number += len(records)
-        return [
+        numbered = [
             Record((first + k) * order.world_size + order.rank, r.sample, r.measure, r.rejected, r.text)
             for k, r in enumerate(records)
         ]
+        if first >= order.cursor:
+            return numbered
+        wanted = set(order.head)
+        return [r for k, r in enumerate(numbered) if first + k >= order.cursor or r.id in wanted]
 
     def end(self) -> None:
         """Lets the epoch's iterator go; workers that do not persist end with it."""

@@ -1,0 +1,236 @@
+"""How a loader's ranks find each other: run in the training process, through the default group's store alone.
+
+No collective is run on the training group, which may be NCCL and in use. Rank 0 hosts one store per default group; every
+rank publishes a record under its key there, reads all records, and comes to the same conclusions from them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+from odb.errors import ConfigError, ExchangeError, ExchangeTimeout, PeerFailedError
+from odb.exchange import _private, hosts
+from odb.exchange.base import Poll
+from odb.exchange.gloo import GlooAddress
+from odb.exchange.watch import bounded, name_ranks
+
+dist: Any = torch.distributed  # its stubs leave out the stores
+
+_numbers = itertools.count()
+_hosted: tuple[weakref.ref[Any], Any] | None = None  # the default store for which we host, and what we host
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one global rank publishes of itself."""
+
+    dp_rank: int
+    dp_world_size: int
+    host: str  # see `hosts.identity`
+    addresses: tuple[str, ...]  # see `hosts.own_addresses`
+    port: int = 0  # rank 0: of the store that it hosts
+    store_name: str = ""  # rank 0: the name by which all ranks reached it already, if any
+    error: str = ""  # why this rank can't take part
+
+    def encode(self) -> str:
+        """As JSON."""
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Record:
+        """The inverse of `encode`."""
+        fields = json.loads(raw)
+        return cls(**{**fields, "addresses": tuple(fields["addresses"])})
+
+
+def rendezvous(
+    dp_rank: int | None = None,
+    dp_world_size: int | None = None,
+    timeout_s: float = 600.0,
+    fingerprint: Mapping[str, str] | None = None,
+    loader_number: int | None = None,
+    poll: Poll | None = None,
+) -> GlooAddress | None:
+    """Finds the other ranks of this loader. Collective over the default group's ranks, in the same order on all.
+
+    Args:
+        dp_rank, dp_world_size: this rank among the data-parallel ranks; both or neither. Default: the global ones.
+        timeout_s: for the slowest rank to come, and later for a peer that is silent (seconds).
+        fingerprint: settings, compared by `GlooExchange.explain_disagreement`.
+        loader_number: which loader this is, equal on all ranks (see `next_loader_number`); default: the next one.
+        poll: called while waiting.
+
+    Returns:
+        What `GlooExchange.connect` needs, once; None where there is nobody to meet: no default group, or one rank.
+
+    Raises:
+        ConfigError: the interface, the addresses or the data-parallel ranks can't be right.
+        ExchangeTimeout: ranks did not come; names them.
+        PeerFailedError: another rank can't take part.
+    """
+    if (dp_rank is None) != (dp_world_size is None):
+        raise ConfigError(f"dp_rank={dp_rank} and dp_world_size={dp_world_size}: give both or neither")
+    if not (dist.is_available() and dist.is_initialized()):
+        if dp_world_size is not None and dp_world_size > 1:
+            raise ConfigError(f"dp_world_size={dp_world_size}, but torch.distributed is not initialised")
+        return None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size == 1 or dp_world_size == 1:
+        return None
+    claim = (rank, world_size) if dp_rank is None or dp_world_size is None else (dp_rank, dp_world_size)
+    number = next_loader_number() if loader_number is None else loader_number
+    default = _private.default_store()
+    _publish(default, f"odb/{number}", rank, claim)
+    records = _collect(default, f"odb/{number}", world_size, number, timeout_s, poll)
+    return resolve(records, rank, number, timeout_s, dict(fingerprint or {}))
+
+
+def next_loader_number() -> int:
+    """A number for a loader: how many this process made before. For loaders that first iterate in another order."""
+    return next(_numbers)
+
+
+def resolve(
+    records: Sequence[Record], rank: int, number: int, timeout_s: float, fingerprint: dict[str, str]
+) -> GlooAddress:
+    """What global rank `rank` concludes from all records. Pure; `rendezvous` lists what it raises."""
+    failed = [other for other, record in enumerate(records) if record.error]
+    if failed:
+        raise PeerFailedError(
+            f"{name_ranks(failed)} can't start the exchange: {records[failed[0]].error}", tuple(failed)
+        )
+    members = exchange_members([(record.dp_rank, record.dp_world_size) for record in records], rank)
+    all_hosts = [record.host for record in records]
+    addresses = [hosts.pick_address(record.addresses, all_hosts) for record in records]
+    store_host = records[0].store_name or addresses[0]
+    hosts.check_reachable(all_hosts, addresses, store_host)
+    own_host_rank = records[0].dp_rank
+    return GlooAddress(
+        host=store_host,
+        port=records[0].port,
+        prefix=f"odb/{number}/{members[0]}",
+        rank=records[rank].dp_rank,
+        world_size=len(members),
+        timeout_s=timeout_s,
+        own_address=addresses[rank],
+        interfaces=hosts.chosen_interfaces(),
+        host_rank=own_host_rank,
+        global_ranks=members,
+        fingerprint=tuple(sorted(fingerprint.items())),
+    )
+
+
+def exchange_members(claims: Sequence[tuple[int, int]], rank: int) -> tuple[int, ...]:
+    """The global ranks of the exchange that `rank` is in, by data-parallel rank.
+
+    `claims`: (dp_rank, dp_world_size) of every global rank. Ranks with equal dp_rank are model-parallel partners: the
+    first of each make one exchange, the second of each another, and so on.
+
+    Raises:
+        ConfigError: the claims contradict each other; names the ranks.
+    """
+    sizes: dict[int, list[int]] = defaultdict(list)
+    partners: dict[int, list[int]] = defaultdict(list)
+    for other, (dp_rank, dp_world_size) in enumerate(claims):
+        sizes[dp_world_size].append(other)
+        partners[dp_rank].append(other)
+    if len(sizes) > 1:
+        said = "; ".join(f"{size} on {name_ranks(who)}" for size, who in sorted(sizes.items()))
+        raise ConfigError(f"the ranks do not agree on dp_world_size: {said}")
+    (size,) = sizes
+    outside = [other for other, (dp_rank, _) in enumerate(claims) if not 0 <= dp_rank < size]
+    if outside:
+        given = ", ".join(str(claims[other][0]) for other in outside[:16])
+        raise ConfigError(f"dp_rank must lie in [0, dp_world_size={size}): {name_ranks(outside)} gave {given}")
+    count = len(claims) // size
+    uneven = {dp_rank: partners[dp_rank] for dp_rank in range(size) if len(partners[dp_rank]) != count}
+    if uneven or count * size != len(claims):
+        said = "; ".join(f"dp_rank {dp_rank}: {name_ranks(who)}" for dp_rank, who in sorted(uneven.items())[:8])
+        raise ConfigError(
+            f"{len(claims)} ranks with dp_world_size={size} need {len(claims) / size:g} ranks for every dp_rank, but the "
+            f"global ranks are {said}"
+        )
+    replica = partners[claims[rank][0]].index(rank)
+    return tuple(partners[dp_rank][replica] for dp_rank in range(size))
+
+
+def _publish(default: Any, prefix: str, rank: int, claim: tuple[int, int]) -> None:
+    """Writes this rank's record; also when this rank finds that it can't take part, so that nobody waits for it."""
+    try:
+        record = _own_record(default, rank, claim)
+    except Exception as error:
+        _write(default, prefix, rank, Record(*claim, "", (), error=bounded(str(error), 2000)))
+        raise
+    _write(default, prefix, rank, record)
+
+
+def _write(default: Any, prefix: str, rank: int, record: Record) -> None:
+    default.set(f"{prefix}/{rank}", record.encode())
+    default.add(f"{prefix}/count", 1)
+
+
+def _own_record(default: Any, rank: int, claim: tuple[int, int]) -> Record:
+    store_host = _host_of(default)
+    addresses = tuple(hosts.own_addresses(hosts.chosen_interfaces(), store_host))
+    if rank != 0:
+        return Record(*claim, hosts.identity(), addresses)
+    known = store_host if store_host is not None and hosts.is_ours(store_host) else ""
+    return Record(*claim, hosts.identity(), addresses, _hosted_store(default).port, known)
+
+
+def _host_of(store: Any) -> str | None:
+    """Under which name the default store was reached; None where it is no TCP store."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return str(store.host) if isinstance(store, dist.TCPStore) else None
+
+
+def _hosted_store(default: Any) -> Any:
+    """The store that this process hosts for the current default group: one for all loaders.
+
+    It lives until the process ends or another default group is in use: peers may still say why they failed.
+    """
+    global _hosted
+    if _hosted is None or _hosted[0]() is not default:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+        _hosted = (weakref.ref(default), store)
+    return _hosted[1]
+
+
+def _collect(
+    default: Any, prefix: str, world_size: int, number: int, timeout_s: float, poll: Poll | None
+) -> list[Record]:
+    """All ranks' records. Asks for one number until all are there: cheap for the store, quiet in the log."""
+    began, pause = time.monotonic(), 0.001
+    try:
+        while default.add(f"{prefix}/count", 0) < world_size:
+            if time.monotonic() - began > timeout_s:
+                raise _too_late(default, prefix, world_size, number, timeout_s)
+            if poll is not None:
+                poll()
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+        return [Record.decode(default.get(f"{prefix}/{rank}")) for rank in range(world_size)]
+    except dist.DistError as gone:
+        raise ExchangeError(
+            f"the default group's store can't be reached any more: {str(gone).splitlines()[0]}"
+        ) from None
+
+
+def _too_late(default: Any, prefix: str, world_size: int, number: int, timeout_s: float) -> ExchangeTimeout:
+    missing = [rank for rank in range(world_size) if not default.check([f"{prefix}/{rank}"])]
+    return ExchangeTimeout(
+        f"{name_ranks(missing)} has not started its loader number {number} within {timeout_s:g} s (timeout_s): every rank "
+        f"must iterate its loaders in the same order, and a loader that only some ranks use needs dp_world_size=1",
+        tuple(missing),
+    )

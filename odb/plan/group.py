@@ -1,0 +1,252 @@
+"""Groups of the padded layout: contiguous slices of a window sorted by length.
+
+Rows of one group are padded to its longest sample, so for a cost that never falls in rows or length some optimal
+partition is contiguous in the sorted window, and greedy maximal extension from the longest sample uses the fewest
+groups under a cap. A partition is written as its `ends`: group `g` is `[ends[g-1], ends[g])`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from odb.plan.cost import group_cost, padded_length
+from odb.plan.types import I64, Measures, PlanConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """Samples of a window in the order (padded length descending, id ascending). All arrays shape (n,)."""
+
+    position: I64  # in the window
+    padded: I64  # padded row length in tokens, never rises
+    patches: I64
+
+    @classmethod
+    def of(cls, window: Measures, config: PlanConfig) -> Sorted:
+        """The whole window, sorted."""
+        padded = padded_length(window.length, config)
+        order = np.lexsort((window.ids, -padded))
+        return cls(order, padded[order], window.patches[order])
+
+    def take(self, index: npt.NDArray[np.int64] | npt.NDArray[np.bool_] | slice) -> Sorted:
+        """Some of the samples; `index` must keep the order."""
+        return Sorted(self.position[index], self.padded[index], self.patches[index])
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+
+def _most_rows(samples: Sorted, config: PlanConfig, cap: int) -> I64:
+    """(n,) rows of a group that starts at each sample, were the rest of the window endless: >= 1, patches aside."""
+    limit = config.max_samples or np.iinfo(np.int64).max
+    if config.cost_fn is None:
+        rows = cap // samples.padded
+    else:
+        rows = _bisect_rows(samples.padded, config, cap, min(limit, len(samples) + 1))
+    return np.clip(rows, 1, limit)
+
+
+def _whole(rows: I64, multiple: int) -> I64:
+    """`rows` rounded down to a multiple where this leaves any."""
+    return rows if multiple == 1 else np.where(rows >= multiple, rows - rows % multiple, rows)
+
+
+def _bisect_rows(padded: I64, config: PlanConfig, cap: int, limit: int) -> I64:
+    """(n,) the most rows, up to `limit`, of length `padded` that cost at most `cap`; 0 where even one costs more."""
+    low, high = np.zeros_like(padded), np.full_like(padded, limit)
+    for _ in range(int(limit).bit_length()):
+        middle = (low + high + 1) // 2
+        fits = group_cost(middle, padded, config) <= cap
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+    return low
+
+
+def _reach(samples: Sorted, config: PlanConfig, cap: int) -> I64:
+    """(n,) the furthest end of a group that starts at each sample, before rows are rounded. Never falls.
+
+    It lies past the window's end where no bound but that end closes the group.
+    """
+    starts = np.arange(len(samples))
+    ends = starts + np.minimum(_most_rows(samples, config, cap), 2 * len(samples) + 1)
+    if config.max_patches is not None:
+        total = np.concatenate([[0], np.cumsum(samples.patches)])
+        by_patches = np.searchsorted(total, total[:-1] + config.max_patches, side="right") - 1
+        by_patches = np.where(by_patches >= len(samples), np.iinfo(np.int64).max, by_patches)
+        ends = np.maximum(np.minimum(ends, by_patches), starts + 1)
+    return ends
+
+
+def greedy(samples: Sorted, config: PlanConfig, cap: int | None = None, most: int | None = None) -> list[int]:
+    """The fewest groups that cost at most `cap` each (default: the token budget); a sample that costs more is alone.
+
+    Stops early, with the samples not covered, once more than `most` groups are needed.
+    """
+    return _walk(_reach(samples, config, config.token_budget if cap is None else cap), config.rows_multiple, most)
+
+
+def _walk(reach: I64, multiple: int, most: int | None = None) -> list[int]:
+    total, start = len(reach), 0
+    ends: list[int] = []
+    bound = total + 1 if most is None else most + 1
+    item = reach.item
+    while start < total and len(ends) < bound:
+        end = min(item(start), total)
+        if multiple > 1 and end - start > multiple:
+            end -= (end - start) % multiple
+        ends.append(end)
+        start = end
+    return ends
+
+
+def _walk_back(reach: I64, multiple: int, most: int) -> list[int]:
+    """Starts of at most `most` groups that cover the longest possible suffix, last group first."""
+    starts: list[int] = []
+    end = len(reach)
+    while end > 0 and len(starts) < most:
+        start = min(int(np.searchsorted(reach, end)), end - 1)
+        rows = end - start
+        start += rows % multiple if rows > multiple else 0
+        starts.append(start)
+        end = start
+    return starts
+
+
+def complete(samples: Sorted, ends: list[int], config: PlanConfig) -> npt.NDArray[np.bool_]:
+    """(groups,) which groups could not take one more sample of their own shortest length.
+
+    Such a group is closed by a bound, not by the window's end. Incomplete ones are the last, if any.
+    """
+    if not ends:
+        return np.empty(0, np.bool_)
+    stop = np.array(ends, np.int64)
+    start = np.concatenate([[0], stop[:-1]])
+    reach = _reach(samples, config, config.token_budget)[start]
+    closed: npt.NDArray[np.bool_] = reach <= len(samples)
+    if config.max_patches is not None:
+        total = np.concatenate([[0], np.cumsum(samples.patches)])
+        closed |= total[stop] - total[start] + samples.patches[stop - 1] > config.max_patches
+    if config.rows_multiple > 1:
+        closed |= stop - start == _whole(_most_rows(samples, config, config.token_budget)[start], config.rows_multiple)
+    return closed
+
+
+def exactly(samples: Sorted, num_groups: int, config: PlanConfig) -> list[int]:
+    """Exactly `num_groups` non-empty groups under the smallest cost cap.
+
+    The cap is found by bisection over integers; where even that cap gives fewer groups, the most expensive group is
+    halved, as evenly in cost as possible, until there are enough. With `split_policy="published"`, samples are peeled
+    one by one off the groups with the most rows instead. Needs minimal count <= `num_groups` <= n.
+    """
+    assert num_groups <= len(samples), (num_groups, len(samples))
+    if config.split_policy == "published":
+        return _peel(greedy(samples, config), num_groups)
+    ends = _smallest_cap(samples, num_groups, config)
+    return _halve(samples, ends, num_groups, config)
+
+
+def _smallest_cap(samples: Sorted, num_groups: int, config: PlanConfig) -> list[int]:
+    best = greedy(samples, config)
+    assert len(best) <= num_groups, (len(best), num_groups)
+    low, high = 0, config.token_budget  # greedy under `high` gives at most num_groups
+    while high - low > 1:
+        middle = (low + high) // 2
+        ends = greedy(samples, config, middle, num_groups)
+        if len(ends) <= num_groups:
+            best, high = ends, middle
+        else:
+            low = middle
+    return best
+
+
+def _halve(samples: Sorted, ends: list[int], num_groups: int, config: PlanConfig) -> list[int]:
+    starts = [0, *ends[:-1]]
+    costs = slice_costs(samples, ends, config)
+    heap = [(-int(c), s, e) for c, s, e in zip(costs, starts, ends, strict=True) if e - s > 1]
+    heapq.heapify(heap)
+    ends = list(ends)
+    while len(ends) < num_groups:
+        _, start, end = heapq.heappop(heap)
+        middle, left, right = _even_cut(samples, start, end, config)
+        ends.append(middle)
+        for cost, a, b in ((left, start, middle), (right, middle, end)):
+            if b - a > 1:
+                heapq.heappush(heap, (-cost, a, b))
+    return sorted(ends)
+
+
+def _even_cut(samples: Sorted, start: int, end: int, config: PlanConfig) -> tuple[int, int, int]:
+    """Where to cut a group in two so that the dearer half is as cheap as possible, and what the halves cost."""
+    cuts = np.arange(start + 1, end)
+    if config.rows_multiple > 1 and end - start > config.rows_multiple:
+        cuts = cuts[config.rows_multiple - 1 :: config.rows_multiple]
+    left = group_cost(cuts - start, np.full_like(cuts, samples.padded[start]), config)
+    right = group_cost(end - cuts, samples.padded[cuts], config)
+    best = int(np.argmin(np.maximum(left, right)))
+    return int(cuts[best]), int(left[best]), int(right[best])
+
+
+def _peel(ends: list[int], num_groups: int) -> list[int]:
+    starts = [0, *ends[:-1]]
+    heap = [(s - e, s, e) for s, e in zip(starts, ends, strict=True)]
+    heapq.heapify(heap)
+    ends = list(ends)
+    while len(ends) < num_groups:
+        _, start, end = heapq.heappop(heap)
+        ends.append(end - 1)
+        heapq.heappush(heap, (start - end + 1, start, end - 1))
+    return sorted(ends)
+
+
+def slice_costs(samples: Sorted, ends: list[int], config: PlanConfig) -> I64:
+    """(groups,) what each group costs."""
+    stop = np.array(ends, np.int64)
+    start = np.concatenate([[0], stop[:-1]]).astype(np.int64) if len(stop) else stop
+    return group_cost(stop - start, samples.padded[start], config)
+
+
+def slices(samples: Sorted, ends: list[int]) -> tuple[I64, ...]:
+    """The groups as positions in the window, longest sample first."""
+    return tuple(samples.position[s:e] for s, e in zip([0, *ends[:-1]], ends, strict=True)) if ends else ()
+
+
+def longest_suffix(samples: Sorted, config: PlanConfig) -> int:
+    """How many of the shortest samples fit into one group."""
+    starts = _walk_back(_reach(samples, config, config.token_budget), config.rows_multiple, 1)
+    return len(samples) - starts[0] if starts else 0
+
+
+def around_gap(
+    samples: Sorted, num_groups: int, keep: npt.NDArray[np.bool_], config: PlanConfig, where: float
+) -> tuple[I64, ...] | None:
+    """`num_groups` groups that hold as much as they can, as positions in the window; a slice in between is left out.
+
+    Groups before the gap are filled from the longest sample on, groups behind it from the shortest, so that the
+    capacity that is left over gathers in the gap and nothing underfilled is emitted. `where` in [0, 1) says how far
+    down the sorted window the gap lies (0: the longest are left out, towards 1: the shortest); it is moved to the
+    nearest place where no sample of `keep`, shape (n,) bool, falls into it. None if there is no such place.
+    Needs minimal count > `num_groups`.
+    """
+    reach = _reach(samples, config, config.token_budget)
+    front = np.array([0, *_walk(reach, config.rows_multiple, num_groups - 1)], np.int64)
+    back = np.array([len(samples), *_walk_back(reach, config.rows_multiple, num_groups)], np.int64)
+    splits = np.arange(num_groups + 1)
+    begin, end = front[splits], back[num_groups - splits]
+    kept = np.concatenate([[0], np.cumsum(keep)])
+    possible = splits[(kept[end] == kept[begin]) & (begin < end)]
+    if not len(possible):
+        return None
+    split = int(possible[np.argmin(np.abs(possible + 0.5 - where * (num_groups + 1)))])
+    rest = samples.take(np.r_[0 : begin[split], end[split] : len(samples)])
+    if len(greedy(rest, config, most=num_groups)) <= num_groups <= len(rest):
+        return slices(rest, exactly(rest, num_groups, config))
+    ends = [*front[1 : split + 1].tolist(), *(rest_end for rest_end in _behind(back, num_groups - split, begin[split]))]
+    return slices(rest, ends)
+
+
+def _behind(back: I64, num_groups: int, offset: np.int64) -> list[int]:
+    """Ends, once the gap is gone, of the `num_groups` last groups."""
+    return [int(end - back[num_groups] + offset) for end in back[:num_groups][::-1]]

@@ -1,0 +1,303 @@
+"""A round: `propose`, the exchange of reports, `settle`, `form`, the exchange of totals, `conclude`.
+
+The one module of the planning core that processes call. Every function is pure; one rank's whole state between two
+rounds is a `RoundState`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from odb.plan import group
+from odb.plan.align import settle
+from odb.plan.cost import group_cost, oversize, padded_length, validate_cost_fn
+from odb.plan.group import Sorted
+from odb.plan.order import by_cost, generator, in_time
+from odb.plan.types import (
+    I64,
+    NUM_QUANTILES,
+    Agreement,
+    Measures,
+    Outcome,
+    Plan,
+    PlanConfig,
+    Proposal,
+    Report,
+    RoundState,
+    Status,
+    StepPlan,
+    Verdict,
+)
+from odb.plan.weights import LOSS_TOKENS, SAMPLES, loss_scales, sync_flags, window_totals
+from odb.plan.wire import decode_all, digest_of, encode
+
+__all__ = [
+    "conclude",
+    "decode_all",
+    "digest_of",
+    "encode",
+    "fill_target",
+    "form",
+    "oversize",
+    "propose",
+    "settle",
+    "validate_cost_fn",
+]
+
+_NONE = np.empty(0, np.int64)
+
+
+def fill_target(config: PlanConfig, state: RoundState) -> tuple[int, int, int]:
+    """How many more samples, tokens and bytes this round's window takes: it closes when any of the three is reached.
+
+    The limits count what is carried. The token limit starts at two groups for each micro-step of an optimizer step
+    and doubles with every round up to `max_held_tokens`, so that the first batch comes early. Where what is carried
+    can't make a step (fewer samples than micro-steps; no complete group with `drop_last`), the limits give way.
+    """
+    window = state.window
+    ramp = 2 * config.grad_accum_steps * config.token_budget << min(state.round, 40)
+    room = (
+        config.window - len(window),
+        min(config.max_held_tokens, ramp) - int(window.length.sum()),
+        config.max_held_bytes - int(window.num_bytes.sum()),
+    )
+    if _can_step(config, window):
+        return tuple(max(0, value) for value in room) if min(room) > 0 else (0, 0, 0)  # type: ignore[return-value]
+    # As much again as is held: few rounds even where limits are far too small for one group.
+    least = (max(1, len(window)), max(1, int(window.length.sum())), max(1, int(window.num_bytes.sum())))
+    return tuple(max(a, b) for a, b in zip(room, least, strict=True))  # type: ignore[return-value]
+
+
+def _can_step(config: PlanConfig, window: Measures) -> bool:
+    if len(window) < config.grad_accum_steps:
+        return False
+    if not config.drop_last:
+        return True
+    samples = Sorted.of(window, config)
+    return int(group.complete(samples, group.greedy(samples, config), config).sum()) >= config.grad_accum_steps
+
+
+def propose(
+    config: PlanConfig,
+    state: RoundState,
+    arrivals: Measures,
+    *,
+    exhausted: bool,
+    closed: bool = False,
+    config_digest: int = 0,
+) -> Proposal:
+    """This rank's window with what has arrived, the groups that it forms by itself, and its report.
+
+    `exhausted`: the source has nothing more. `closed`: the consumer left the epoch. `config_digest`: of whatever must
+    be equal on all ranks (see `digest_of`), the configuration's own `signature()` included.
+    """
+    window = Measures.concat([state.window, arrivals])
+    age = np.concatenate([state.age, np.zeros(len(arrivals), np.int64)])
+    samples = Sorted.of(window, config)
+    ends = group.greedy(samples, config)
+    if config.drop_last:
+        ends = ends[: int(group.complete(samples, ends, config).sum())]
+    report = Report(
+        epoch=state.epoch,
+        round=state.round,
+        status=_status(len(window), exhausted, closed),
+        num_held=len(window),
+        num_groups=len(ends),
+        held_tokens=int(window.length.sum()),
+        observed_samples=state.observed_samples + len(arrivals),
+        observed_tokens=state.observed_tokens + int(arrivals.length.sum()),
+        emitted_samples=state.emitted_samples,
+        config_digest=config_digest,
+        agreement_digest=state.agreement_digest,
+        cost_quantiles=_quantiles(group.slice_costs(samples, ends, config)),
+    )
+    return Proposal(state, window, age, group.slices(samples, ends), report)
+
+
+def _status(num_held: int, exhausted: bool, closed: bool) -> Status:
+    if closed:
+        return Status.CLOSED
+    if not exhausted:
+        return Status.RUNNING
+    return Status.EXHAUSTED if num_held else Status.DRAINED
+
+
+def _quantiles(costs: I64) -> tuple[int, ...]:
+    if not len(costs):
+        return (0,) * NUM_QUANTILES
+    index = np.round(np.linspace(0, len(costs) - 1, NUM_QUANTILES)).astype(np.int64)
+    return tuple(np.sort(costs)[index].tolist())
+
+
+def form(config: PlanConfig, proposal: Proposal, agreement: Agreement, rank: int) -> Plan:
+    """This rank's part of a round: exactly `num_steps` slots, of which `num_emitting[rank]` hold a group."""
+    everything = np.arange(len(proposal.window))
+    if agreement.verdict != Verdict.RUN:
+        over = agreement.verdict == Verdict.END
+        carry, dropped = (_NONE, everything) if over else (everything, _NONE)
+        return Plan(proposal, agreement, (), carry, dropped, np.zeros((0, 3), np.int64))
+    groups = _choose(config, proposal, agreement, int(agreement.num_emitting[rank]))
+    slots = _in_order(config, proposal.window, groups, agreement)
+    left = np.setdiff1d(everything, np.concatenate([*groups, _NONE]), assume_unique=True)
+    carry, dropped = (_NONE, left) if agreement.last else (left, _NONE)
+    return Plan(proposal, agreement, slots, carry, dropped, _totals(proposal.window, slots))
+
+
+def _choose(config: PlanConfig, proposal: Proposal, agreement: Agreement, num_groups: int) -> tuple[I64, ...]:
+    """Exactly `num_groups` groups of the window: all of it where that many can hold it and nothing may stay."""
+    if not num_groups:
+        return ()
+    samples = Sorted.of(proposal.window, config)
+    overdue = proposal.age[samples.position] >= config.max_age
+    where = float(generator(config, agreement.epoch, agreement.round, "carry").random())
+    if config.drop_last:
+        return _block(proposal.groups, num_groups, proposal.age >= config.max_age, where)
+    if len(proposal.groups) > num_groups:
+        return _overflow(config, samples, num_groups, overdue, where)
+    if not agreement.last:
+        samples = samples.take(slice(0, len(samples) - _reserve(config, proposal, samples, num_groups, overdue)))
+    return group.slices(samples, group.exactly(samples, num_groups, config))
+
+
+def _block(groups: tuple[I64, ...], num_groups: int, overdue: npt.NDArray[np.bool_], where: float) -> tuple[I64, ...]:
+    """`num_groups` complete groups in a row: those that hold the most overdue samples, else at random."""
+    urgent = np.concatenate([[0], np.cumsum([int(overdue[g].sum()) for g in groups])])
+    urgent = urgent[num_groups:] - urgent[: len(urgent) - num_groups]
+    best = np.flatnonzero(urgent == urgent.max())
+    start = int(best[int(where * len(best))])
+    return groups[start : start + num_groups]
+
+
+def _overflow(
+    config: PlanConfig, samples: Sorted, num_groups: int, overdue: npt.NDArray[np.bool_], where: float
+) -> tuple[I64, ...]:
+    """More groups than steps: the fullest possible leave, overdue samples before all others."""
+    if config.policy == "published" and not overdue.any():
+        return group.slices(samples, group.greedy(samples, config)[:num_groups])
+    chosen = group.around_gap(samples, num_groups, overdue, config, where)
+    if chosen is not None:
+        return chosen
+    urgent = samples.take(overdue)
+    first = group.slices(urgent, group.greedy(urgent, config))[:num_groups]
+    rest = samples.take(~overdue)
+    if len(first) == num_groups or not len(rest):
+        return first
+    more = min(num_groups - len(first), len(rest))
+    if len(group.greedy(rest, config, most=more)) <= more:
+        return first + group.slices(rest, group.exactly(rest, more, config))
+    return first + (group.around_gap(rest, more, np.zeros(len(rest), np.bool_), config, where) or ())
+
+
+def _reserve(
+    config: PlanConfig, proposal: Proposal, samples: Sorted, num_groups: int, overdue: npt.NDArray[np.bool_]
+) -> int:
+    """How many of the shortest samples stay although all could leave, so that this rank has some in the next round.
+
+    A rank that is dry while others run keeps one group's worth: it costs no step, as the others have at least one to
+    come, and saves fillers. With `accum_tail="fill"` a rank keeps as many as fill an optimizer step.
+    """
+    spare = len(samples) - num_groups
+    if config.policy == "published" or spare <= 0:
+        return 0
+    if proposal.report.status == Status.EXHAUSTED:
+        keep = group.longest_suffix(samples, config)
+    else:
+        keep = config.grad_accum_steps if config.grad_accum_steps > 1 and config.accum_tail == "fill" else 0
+    late = np.flatnonzero(overdue)
+    young = len(samples) - 1 - int(late[-1]) if len(late) else len(samples)
+    return min(spare, keep, young)
+
+
+def _in_order(config: PlanConfig, window: Measures, groups: tuple[I64, ...], agreement: Agreement) -> tuple[I64, ...]:
+    rows = np.array([len(g) for g in groups], np.int64)
+    longest = padded_length(np.array([window.length[g].max() for g in groups], np.int64), config)
+    first_ids = np.array([window.ids[g[0]] for g in groups], np.int64)
+    ranked = [groups[i] for i in by_cost(group_cost(rows, longest, config), first_ids)]
+    ranked += [_NONE] * (agreement.num_steps - len(groups))
+    return tuple(ranked[i] for i in in_time(agreement.num_steps, config, agreement.epoch, agreement.round))
+
+
+def _totals(window: Measures, slots: tuple[I64, ...]) -> I64:
+    totals = np.array([(len(g), window.length[g].sum(), window.loss_tokens[g].sum()) for g in slots], np.int64)
+    return totals.reshape(len(slots), 3)
+
+
+def conclude(config: PlanConfig, plan: Plan, all_totals: I64, world_size: int, rank: int) -> Outcome:
+    """The steps to emit, from the totals of all ranks (shape (T, 3): samples, tokens, loss tokens), and the next state.
+
+    `rank` is taken for symmetry with `form`; a rank's own steps are in its plan already.
+    """
+    agreement, proposal = plan.agreement, plan.proposal
+    assert all_totals.shape == plan.totals.shape, (all_totals.shape, plan.totals.shape, rank)
+    num_steps, met = _until_quota(config, proposal.state, all_totals)
+    ended = met or agreement.last or agreement.verdict in (Verdict.END, Verdict.ALL_CLOSED)
+    carry = _NONE if met else plan.carry
+    dropped = np.concatenate([plan.dropped, *plan.groups[num_steps:], plan.carry]) if met else plan.dropped
+    state = _next_state(plan, carry, num_steps, all_totals[:num_steps])
+    steps = _steps(config, plan, all_totals[:num_steps], world_size)
+    return Outcome(steps, state, ended, proposal.window.ids[np.sort(dropped)])
+
+
+def _until_quota(config: PlanConfig, state: RoundState, all_totals: I64) -> tuple[int, bool]:
+    """How many steps are emitted, and whether the quota is met by them: whole optimizer steps only."""
+    if config.join or config.sample_quota is None or not len(all_totals):
+        return len(all_totals), False
+    so_far = state.all_emitted_samples + np.cumsum(all_totals[:, SAMPLES])
+    closes = sync_flags(len(all_totals), config.grad_accum_steps)
+    enough = np.flatnonzero(closes & (so_far >= config.sample_quota))
+    return (int(enough[0]) + 1, True) if len(enough) else (len(all_totals), False)
+
+
+def _next_state(plan: Plan, carry: I64, num_steps: int, all_totals: I64) -> RoundState:
+    proposal = plan.proposal
+    old = proposal.state
+    return replace(
+        old,
+        round=old.round + 1,
+        window=proposal.window.take(carry),
+        age=proposal.age[carry] + 1,
+        observed_samples=proposal.report.observed_samples,
+        observed_tokens=proposal.report.observed_tokens,
+        emitted_samples=old.emitted_samples + int(plan.totals[:num_steps, SAMPLES].sum()),
+        all_emitted_samples=old.all_emitted_samples + int(all_totals[:, SAMPLES].sum()),
+        step=old.step + num_steps,
+        agreement_digest=plan.agreement.digest,
+    )
+
+
+def _steps(config: PlanConfig, plan: Plan, all_totals: I64, world_size: int) -> tuple[StepPlan, ...]:
+    num_steps = len(all_totals)
+    totals = plan.totals[:num_steps]
+    scales = loss_scales(totals, all_totals, world_size, config)
+    windows = window_totals(all_totals, config.grad_accum_steps)
+    syncs = sync_flags(num_steps, config.grad_accum_steps)
+    steps = []
+    for k, positions in enumerate(plan.groups[:num_steps]):
+        rows = len(positions)
+        longest = plan.proposal.window.length[positions].max(initial=0, keepdims=True)
+        padded = padded_length(longest, config)
+        local, everyone = totals[k].tolist(), all_totals[k].tolist()
+        steps.append(
+            StepPlan(
+                step=plan.proposal.state.step + k,
+                ids=plan.proposal.window.ids[positions],
+                idle=not rows,
+                rows=rows,
+                padded_len=int(padded[0]),
+                local_samples=local[0],
+                local_tokens=local[1],
+                local_loss_tokens=local[2],
+                all_samples=everyone[0],
+                all_tokens=everyone[1],
+                all_loss_tokens=everyone[2],
+                window_loss_tokens=int(windows[k, LOSS_TOKENS]),
+                window_samples=int(windows[k, SAMPLES]),
+                loss_scale=float(scales[k]),
+                sync_gradients=bool(syncs[k]),
+                cost=int(group_cost(np.array([rows]), padded, config)[0]) if rows else 0,
+            )
+        )
+    return tuple(steps)
