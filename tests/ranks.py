@@ -124,10 +124,10 @@ def values(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float =
 # ---- processes and files
 
 
-def children_of(pid: int) -> list[int]:
-    """Pids of all living descendants of a process, the helpers of `multiprocessing` itself left out."""
+def children_of(pid: int, recursive: bool = True) -> list[int]:
+    """Pids of a process's living descendants (or children alone), the helpers of `multiprocessing` itself left out."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        found = psutil.Process(pid).children(recursive=True)
+        found = psutil.Process(pid).children(recursive=recursive)
         return [child.pid for child in found if is_alive(child.pid) and not _is_infrastructure(child)]
     return []
 

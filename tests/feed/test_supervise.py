@@ -186,7 +186,9 @@ def test_the_signal_is_used_where_the_creating_thread_lives_on() -> None:
     thread = threading.Thread(target=lambda: answers.append(can_use_signal("fork")))
     thread.start()
     thread.join(20)
-    assert answers == [False] and can_use_signal("fork") and can_use_signal("spawn") and not can_use_signal("forkserver")
+    assert (
+        answers == [False] and can_use_signal("fork") and can_use_signal("spawn") and not can_use_signal("forkserver")
+    )
 
 
 def guard_then_sleep(parent_pid: int, use_signal: bool, hide: tuple[str, ...], ready: Any) -> None:
