@@ -151,7 +151,7 @@ def pad_batch(batch: Any, rows: int, width: int, ignore_index: int) -> Any:
     if not isinstance(batch, Mapping):
         return batch
     ids = batch.get("input_ids")
-    now = int(ids.shape[1]) if getattr(ids, "ndim", 0) == 2 else -1
+    now = int(ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.ndim == 2 else -1
     for key, value in list(batch.items()):
         if isinstance(value, torch.Tensor) and value.ndim == 2 and value.shape == (rows, now) and now < width:
             fill = ignore_index if key == "labels" else 0

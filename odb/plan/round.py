@@ -43,11 +43,13 @@ __all__ = [
     "form",
     "oversize",
     "propose",
+    "replayed",
     "settle",
     "validate_cost_fn",
 ]
 
 _NONE = np.empty(0, np.int64)
+_EMPTY_REPORT = Report(0, 0, Status.RUNNING, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def fill_target(config: PlanConfig, state: RoundState) -> tuple[int, int, int]:
@@ -239,6 +241,35 @@ def conclude(config: PlanConfig, plan: Plan, all_totals: I64, world_size: int, r
     state = _next_state(plan, carry, num_steps, all_totals[:num_steps])
     steps = _steps(config, plan, all_totals[:num_steps], world_size)
     return Outcome(steps, state, ended, proposal.window.ids[np.sort(dropped)])
+
+
+def replayed(
+    config: PlanConfig,
+    state: RoundState,
+    window: Measures,
+    slots: tuple[I64, ...],
+    partial: I64,
+    all_totals: I64,
+    world_size: int,
+) -> tuple[StepPlan, ...]:
+    """Steps that were agreed on before an interruption, planned again with the groups that they had.
+
+    Args:
+        config: as it was.
+        state: the state *after* these steps.
+        window: measures of their samples.
+        slots: positions in `window` of each step, empty where this rank is idle.
+        partial: (j, 3) totals of the j micro-steps of their first optimizer step that were taken before.
+        all_totals: (len(slots), 3) over all ranks.
+        world_size: data-parallel ranks.
+    """
+    num_before = len(partial)
+    first = replace(state, step=state.step - len(slots) - num_before)
+    groups = (_NONE,) * num_before + slots
+    proposal = Proposal(first, window, np.zeros(len(window), np.int64), slots, _EMPTY_REPORT)
+    agreement = Agreement(Verdict.RUN, state.epoch, state.round, len(groups), False, _NONE, (), state.agreement_digest)
+    plan = Plan(proposal, agreement, groups, _NONE, _NONE, _totals(window, groups))
+    return _steps(config, plan, np.concatenate([partial, all_totals]), world_size)[num_before:]
 
 
 def _until_quota(config: PlanConfig, state: RoundState, all_totals: I64) -> tuple[int, bool]:
