@@ -139,7 +139,7 @@ def exactly(samples: Sorted, num_groups: int, config: PlanConfig) -> list[int]:
 def _smallest_cap(samples: Sorted, num_groups: int, config: PlanConfig) -> list[int]:
     best = greedy(samples, config)
     assert len(best) <= num_groups, (len(best), num_groups)
-    low, high = 0, config.token_budget  # greedy under `high` gives at most num_groups
+    low, high = _no_cap(samples, config), config.token_budget  # greedy under `high` gives at most num_groups
     while high - low > 1:
         middle = (low + high) // 2
         ends = greedy(samples, config, middle, num_groups)
@@ -148,6 +148,13 @@ def _smallest_cap(samples: Sorted, num_groups: int, config: PlanConfig) -> list[
         else:
             low = middle
     return best
+
+
+def _no_cap(samples: Sorted, config: PlanConfig) -> int:
+    """A cap that is too small: one below which groups would lose the rows that `rows_multiple` asks for."""
+    if config.rows_multiple == 1:
+        return 0
+    return int(group_cost(np.array([config.rows_multiple]), samples.padded[:1], config)[0]) - 1
 
 
 def _halve(samples: Sorted, ends: list[int], num_groups: int, config: PlanConfig) -> list[int]:
