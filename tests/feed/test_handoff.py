@@ -195,7 +195,16 @@ def test_containers_classes_and_identity(there_and_back: Any) -> None:
     sent = {
         "sample": Sample(x, {"text": "naïve \ud800", "n": None, 3: b"\0"}),
         "encoding": Encoding({"input_ids": [1, 2], "x": x}),
-        "more": [Pair(x, a), OrderedDict(a=a), defaultdict(list, k=[x]), {1, 2}, 1e400, 10**40, torch.float16, slice(3)],
+        "more": [
+            Pair(x, a),
+            OrderedDict(a=a),
+            defaultdict(list, k=[x]),
+            {1, 2},
+            1e400,
+            10**40,
+            torch.float16,
+            slice(3),
+        ],
         "loop": loop,
     }
     got = there_and_back(sent)
@@ -234,7 +243,9 @@ def test_every_kind_of_array(there_and_back: Any, array: np.ndarray) -> None:
     assert repr(got.tolist()) == repr(array.tolist())
 
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5)
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5)
+)
 arrays = hnp.arrays(
     hnp.integer_dtypes(endianness="=") | hnp.floating_dtypes(endianness="=") | hnp.boolean_dtypes(),
     hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
@@ -270,7 +281,14 @@ def test_out_of_band_copies_nothing_and_rebuilds_on_the_given_memory() -> None:
 
 def test_place_gets_every_tensor_once_and_its_result_is_handed_out() -> None:
     x = torch.arange(3)
-    sent = [x, x, torch.zeros(2, dtype=torch.bfloat16), torch.ones(1, requires_grad=True), np.arange(2), torch.nn.Parameter(x + 0.5)]
+    sent = [
+        x,
+        x,
+        torch.zeros(2, dtype=torch.bfloat16),
+        torch.ones(1, requires_grad=True),
+        np.arange(2),
+        torch.nn.Parameter(x + 0.5),
+    ]
     packed = dumps(sent)
     placed: list[torch.Tensor] = []
 
@@ -318,7 +336,9 @@ def test_the_search_ends_on_cycles_and_endless_depth() -> None:
 
 def test_an_object_that_cannot_be_rebuilt_says_so() -> None:
     with pytest.raises(SampleError, match=r"can't be rebuilt.*ModuleNotFoundError"):
-        loads_bytes(pickle.dumps(Pair(1, 2)).replace(b"test_handoff", b"test_hand_ff").replace(b"tests.feed.", b"tests.f__d."))
+        loads_bytes(
+            pickle.dumps(Pair(1, 2)).replace(b"test_handoff", b"test_hand_ff").replace(b"tests.feed.", b"tests.f__d.")
+        )
 
 
 def test_throughput_is_far_above_the_floor() -> None:
