@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,18 +22,21 @@ from torch.utils.data import (
     default_convert,
 )
 
+from odb import resume
 from odb.collators import PadCollator, PerSample
 from odb.config import OPTION_NAMES, ODBConfig, make_config
 from odb.errors import ConfigError
 from odb.exchange.gloo import GlooAddress
-from odb.exchange.rendezvous import rendezvous
+from odb.exchange.rendezvous import global_rank_and_size, rendezvous
 from odb.feed import supervise
 from odb.feed.backend import Backend, InlineBackend, ProcessBackend
+from odb.feed.engine import ResumePoint, RoundMark
 from odb.feed.messages import Counts
 from odb.feed.node import NodeSpec, measurer_of
-from odb.feed.source import Order, Reading, SourceConfig, set_epoch
+from odb.feed.source import Level, Order, Reading, SourceConfig, set_epoch
 from odb.metrics import LoaderStats
 from odb.plan.wire import digest
+from odb.resume import State
 from odb.step import STEP_INFO_KEY, ODBStepInfo
 
 logger = logging.getLogger("odb")
@@ -127,6 +131,13 @@ class ODBDataLoader:
         self._backend: Backend | None = None
         self._iterator: weakref.ref[_EpochIterator] | None = None
         self._is_closed = False
+        self._address: GlooAddress | None = None
+        self._mark: RoundMark | None = None
+        self._mark_epoch: int | None = None  # of the pass that the state is about; None: no pass since set_epoch
+        self._last_step = -1
+        self._levels: tuple[Level, ...] = ()
+        self._order_digest = ""
+        self._loaded: State | None = None
         self._has_warned_duplicates = False
         self._context = multiprocessing_context
         self._source = SourceConfig(
@@ -163,7 +174,10 @@ class ODBDataLoader:
         start = time.perf_counter()
         backend = self._ensure_backend()
         base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-        generation = backend.begin(self._make_order(), base_seed)
+        order, point = self._resumed(self._make_order())
+        generation = backend.begin(order, base_seed, point)
+        self._mark, self._mark_epoch, self._last_step = self._mark_at(order, point)
+        self._levels, self._loaded = order.levels, None
         self._epoch += 1
         iterator = _EpochIterator(self, backend, generation, attach, start)
         self._iterator = weakref.ref(iterator)
@@ -182,10 +196,97 @@ class ODBDataLoader:
         """The next pass is epoch `epoch` (a pass, finished or broken off, advances it by one)."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ConfigError(f"set_epoch needs an integer >= 0, got {epoch!r}")
+        if self._loaded is not None and self._loaded["epoch"] != epoch:
+            logger.warning(
+                "set_epoch(%d) gives up the loaded state of epoch %d: the next pass starts anew", epoch, self._loaded["epoch"]
+            )
+            self._loaded = None
         self._epoch = epoch
+        self._mark, self._mark_epoch, self._last_step, self._levels = None, None, -1, ()
         for target in (self._user_sampler, self._user_batch_sampler):  # their own epoch is theirs until told here
             set_epoch(target, epoch)
             set_epoch(getattr(target, "sampler", None), epoch)
+
+    def state_dict(self) -> State:
+        """Where this rank's loader is: behind the last batch that was handed over. Local, JSON, small (see `odb.resume`).
+
+        All ranks save after the same step; each loads its own, or all load `odb.resume.gather(loader)`.
+        """
+        if self._loaded is not None:
+            return resume.check_state(self._loaded)
+        return resume.capture(
+            self._mark,
+            self._last_step,
+            epoch=self._epoch if self._mark_epoch is None else self._mark_epoch,
+            rank=self.rank,
+            world_size=self.world_size,
+            grad_accum_steps=self.config.grad_accum_steps,
+            levels=self._levels,
+            order_digest=self._order_digest,
+            settings=self._settings(),
+        )
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on behind the batch that the state describes; takes effect at the next `iter()`. Copies its argument.
+
+        Raises:
+            ConfigError: another version, rank, number of ranks, or setting that changes plans; shows both sides.
+        """
+        state = resume.check_state(state)
+        rank, world_size = self.rank, self.world_size
+        if "ranks" in state:
+            if len(state["ranks"]) == world_size:
+                state = state["ranks"][rank]
+            elif self._order_kind() == "own" and self.config.join:
+                state = resume.resized(state, rank, world_size)
+            else:
+                raise ConfigError(
+                    f"a state of {len(state['ranks'])} ranks can go on with {world_size} only where odb makes the order "
+                    "itself (map-style dataset, no sampler, join=True): resume on the same number of ranks, or start "
+                    "the epoch anew (set_epoch)"
+                )
+        resume.check_fits(state, rank=rank, world_size=world_size, settings=self._settings())
+        self._epoch = state["epoch"]
+        for target in (self._user_sampler, self._user_batch_sampler):
+            set_epoch(target, self._epoch)
+            set_epoch(getattr(target, "sampler", None), self._epoch)
+        self._loaded = state
+
+    def _settings(self) -> dict[str, str]:
+        return self.config.plan_config().signature() | self._data_fingerprint()
+
+    def _resumed(self, order: Order) -> tuple[Order, ResumePoint | None]:
+        """The order and the place at which the next epoch starts."""
+        keys = order.keys
+        self._order_digest = "" if keys is None else str(digest(repr(list(keys))))
+        state = self._loaded
+        if state is None:
+            return order, None
+        resume.check_order(state, self._order_digest)
+        point = resume.point_of(state)
+        levels = resume.levels_of(state)
+        if point is None:
+            return replace(order, levels=levels), None
+        return replace(order, levels=levels, head=point.head, cursor=point.cursor), point
+
+    def _mark_at(self, order: Order, point: ResumePoint | None) -> tuple[RoundMark | None, int, int]:
+        """What `state_dict` starts from before the first batch of a pass is handed over."""
+        if point is None:
+            return None, order.epoch, -2
+        first = point.state.step - len(point.pending)
+        no_totals = np.zeros((len(point.pending), 3), np.int64)
+        mark = RoundMark(first, point.pending, no_totals, point.partial, point.state, point.cursor, point.is_last)
+        return mark, order.epoch, first - 1
+
+    @property
+    def rank(self) -> int:
+        """This rank among the data-parallel ones."""
+        return self.config.dp_rank if self.config.dp_rank is not None else global_rank_and_size()[0]
+
+    @property
+    def world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.config.dp_world_size if self.config.dp_world_size is not None else global_rank_and_size()[1]
 
     def stats(self) -> LoaderStats:
         """What this rank's loader has handed over so far. Local: talks to nobody."""
@@ -229,14 +330,14 @@ class ODBDataLoader:
 
     def _make_spec(self) -> NodeSpec:
         config = self.config
-        fingerprint = config.plan_config().signature() | self._data_fingerprint()
+        fingerprint = self._settings()
         address = rendezvous(
             dp_rank=config.dp_rank,
             dp_world_size=config.dp_world_size,
             timeout_s=config.timeout_s,
             fingerprint=fingerprint,
         )
-        self._address: GlooAddress | None = address
+        self._address = address
         return NodeSpec(
             options=config,
             source=self._source,
@@ -256,14 +357,9 @@ class ODBDataLoader:
             return "iterable"
         return "own" if self._user_sampler is None and self._user_batch_sampler is None else "sampler"
 
-    @property
-    def _rank_and_world(self) -> tuple[int, int]:
-        address = self._address
-        return (address.rank, address.world_size) if address is not None else (0, 1)
-
     def _make_order(self) -> Order:
-        rank, world = self._rank_and_world
-        common: dict[str, Any] = {"epoch": self._epoch, "rank": rank, "world_size": world}
+        world = self.world_size
+        common: dict[str, Any] = {"epoch": self._epoch, "rank": self.rank, "world_size": world}
         passes = 0 if self.config.sample_quota is not None else 1
         kind = self._order_kind()
         if kind == "iterable":
@@ -292,6 +388,8 @@ class ODBDataLoader:
         stats.dropped += Counter(now.dropped) - Counter(before.dropped if before else {})
         stats.rounds += now.rounds - (before.rounds if before else 0)
         stats.max_held_tokens = max(stats.max_held_tokens, now.max_held_tokens)
+        if now.mark is not None:
+            self._mark = now.mark
 
 
 class _EpochIterator:
@@ -329,6 +427,7 @@ class _EpochIterator:
             self._is_over = True
             raise StopIteration
         _count_step(stats, delivery.info, delivery.bound)
+        self._loader._last_step = max(self._loader._last_step, delivery.info.step)
         if not self._attach:
             return delivery.batch, delivery.info
         if isinstance(delivery.batch, MutableMapping):
@@ -511,5 +610,5 @@ def apply(loader: DataLoader[Any], **options: Any) -> ODBDataLoader:
     cls = type(loader)
     mixed = AppliedLoader if cls is DataLoader else type(f"Applied{cls.__name__}", (AppliedLoader, cls), {})
     loader.__class__ = mixed
-    loader.odb_loader = handle  # type: ignore[attr-defined]
+    loader.odb_loader = handle
     return handle

@@ -27,6 +27,7 @@ from odb.exchange.watch import bounded, name_ranks
 dist: Any = torch.distributed  # its stubs leave out the stores
 
 _numbers = itertools.count()
+_texts = itertools.count()
 _hosted: tuple[weakref.ref[Any], Any] | None = None  # the default store for which we host, and what we host
 
 
@@ -93,6 +94,40 @@ def rendezvous(
     _publish(default, f"odb/{number}", rank, claim)
     records = _collect(default, f"odb/{number}", world_size, number, timeout_s, poll)
     return resolve(records, rank, number, timeout_s, dict(fingerprint or {}))
+
+
+def is_initialised() -> bool:
+    """Whether this process belongs to a default group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def global_rank_and_size() -> tuple[int, int]:
+    """(rank, size) of the default group, (0, 1) without one. Local."""
+    return (dist.get_rank(), dist.get_world_size()) if is_initialised() else (0, 1)
+
+
+def exchange_texts(text: str, rank: int, world_size: int, timeout_s: float) -> list[str]:
+    """The texts of all data-parallel ranks, in rank order. Collective; through the default group's store.
+
+    Raises:
+        ExchangeTimeout: ranks did not come; names them.
+    """
+    if world_size == 1 or not is_initialised():
+        return [text]
+    store = dist.PrefixStore(f"odb/texts/{next(_texts)}", _private.default_store())
+    store.set(str(rank), text)
+    missing, deadline = set(range(world_size)), time.monotonic() + timeout_s
+    while missing:
+        missing -= {other for other in missing if store.check([str(other)])}
+        if missing and time.monotonic() > deadline:
+            raise ExchangeTimeout(
+                f"{name_ranks(sorted(missing))} did not call this within {timeout_s:g} s: it is a collective, call it "
+                "on all ranks",
+                tuple(sorted(missing)),
+            )
+        if missing:
+            time.sleep(0.02)
+    return [store.get(str(other)).decode() for other in range(world_size)]
 
 
 def next_loader_number() -> int:

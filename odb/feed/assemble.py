@@ -98,9 +98,9 @@ class Assembler:
                 raise MeasureError(
                     f"the collated batch has {counted} loss-bearing labels, its samples had {plan.local_loss_tokens} "
                     f"when they were measured (step {plan.step}, ignore_index={self.ignore_index}, "
-                    f"label_shift={self.label_shift}): collate_fn pads on the left, masks, truncates or makes labels "
-                    "of its own, and the loss would be weighed wrongly. Give loss_tokens_fn=... (sample -> labels that "
-                    "bear loss after collation)"
+                    f"label_shift={self.label_shift}): collate_fn pads labels on the left or with another value, masks, "
+                    "truncates or makes labels of its own, and the loss would be weighed wrongly. Mend it, or give "
+                    "loss_tokens_fn=... (sample -> labels that bear loss after collation)"
                 )
         ids = _field(batch, "input_ids")
         if self._has_warned or getattr(ids, "ndim", 0) != 2 or self.config.cost_fn is not None:
@@ -151,7 +151,7 @@ def pad_batch(batch: Any, rows: int, width: int, ignore_index: int) -> Any:
     if not isinstance(batch, Mapping):
         return batch
     ids = batch.get("input_ids")
-    now = int(ids.shape[1]) if getattr(ids, "ndim", 0) == 2 else -1
+    now = int(ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.ndim == 2 else -1
     for key, value in list(batch.items()):
         if isinstance(value, torch.Tensor) and value.ndim == 2 and value.shape == (rows, now) and now < width:
             fill = ignore_index if key == "labels" else 0

@@ -20,7 +20,7 @@ from odb.feed import supervise
 from odb.feed.assemble import Delivery
 from odb.feed.channel import channel_pair
 from odb.feed.collator import publish_failure_at, run
-from odb.feed.engine import PeersClosed
+from odb.feed.engine import PeersClosed, ResumePoint
 from odb.feed.handoff import loads_bytes
 from odb.feed.messages import Begin, Counts, Delivered, End, Failed, Finished, PeersLeft, Shutdown, Taken
 from odb.feed.node import Node, NodeSpec
@@ -35,7 +35,7 @@ OnCounts = Callable[[Counts], None]
 class Backend(Protocol):
     """Where a loader's batches come from. Not thread-safe."""
 
-    def begin(self, order: Order, base_seed: int) -> int:
+    def begin(self, order: Order, base_seed: int, resume: ResumePoint | None = None) -> int:
         """Starts an epoch, ending the one before; returns its generation."""
 
     def next(self, generation: int, on_counts: OnCounts) -> Delivery | None:
@@ -79,12 +79,12 @@ class ProcessBackend:
             publish_failure_at(spec, f"{type(failure).__name__}: {failure}")
             raise failure from error
 
-    def begin(self, order: Order, base_seed: int) -> int:
+    def begin(self, order: Order, base_seed: int, resume: ResumePoint | None = None) -> int:
         """Starts an epoch."""
         self._raise_if_dead()
         self._generation += 1
         self._open = self._generation
-        self._send(Begin(self._generation, order, base_seed))
+        self._send(Begin(self._generation, order, base_seed, resume))
         return self._generation
 
     def next(self, generation: int, on_counts: OnCounts) -> Delivery | None:
@@ -238,7 +238,7 @@ class InlineBackend:
         """From here on the training loop is at work: peers wait without limit."""
         self._away.enter_context(self._exchange.waiting_for_consumer())
 
-    def begin(self, order: Order, base_seed: int) -> int:
+    def begin(self, order: Order, base_seed: int, resume: ResumePoint | None = None) -> int:
         """Starts an epoch, once the one before is over on all ranks."""
         self._raise_if_dead()
         self.end(self._generation)
@@ -249,7 +249,7 @@ class InlineBackend:
         self._generation += 1
         self._is_left = False
         with self._failing():
-            self._items = self._node.begin(order, base_seed, lambda: self._is_left)
+            self._items = self._node.begin(order, base_seed, lambda: self._is_left, resume)
         return self._generation
 
     def next(self, generation: int, on_counts: OnCounts) -> Delivery | None:

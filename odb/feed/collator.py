@@ -105,7 +105,7 @@ class _Server:
         begin, self.pending = self.pending, None
         self.current, self.is_left, self.credits = begin, False, self.spec.ready_batches
         self._last_counts = None
-        for item in self.node.begin(begin.order, begin.base_seed, lambda: self.is_left):
+        for item in self.node.begin(begin.order, begin.base_seed, lambda: self.is_left, begin.resume):
             if isinstance(item, PeersClosed):
                 self.channel.send(PeersLeft(begin.generation, item.ranks))
                 self.wait_until(lambda: self.is_left)

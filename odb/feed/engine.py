@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -143,7 +144,13 @@ class EpochJob:
                 del self._held[identity]
             self.dropped["tail"] += len(outcome.dropped_ids)
             self.mark = RoundMark(
-                state.step, tuple(s.ids for s in outcome.steps), totals, _NO_ROWS, outcome.state, self.cursor, outcome.ended
+                state.step,
+                tuple(s.ids for s in outcome.steps),
+                totals,
+                _NO_ROWS,
+                outcome.state,
+                self.cursor,
+                outcome.ended,
             )
             yield from self._emit(outcome.steps)
             state = outcome.state
@@ -163,12 +170,14 @@ class EpochJob:
         groups = tuple(np.array([i for i in ids.tolist() if i in self._held], np.int64) for ids in point.pending)
         window = _measures([self._held[i] for ids in groups for i in ids.tolist()])
         ends = np.cumsum([0, *map(len, groups)])
-        slots = tuple(np.arange(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True))
+        slots = tuple(np.arange(a, b) for a, b in pairwise(ends.tolist()))
         totals = np.array(
             [(len(s), window.length[s].sum(), window.loss_tokens[s].sum()) for s in slots], np.int64
         ).reshape(len(slots), 3)
         all_totals = self.exchange.all_reduce_sum(totals, self.poll)
-        steps = protocol.replayed(self.config, point.state, window, slots, point.partial, all_totals, self.exchange.world_size)
+        steps = protocol.replayed(
+            self.config, point.state, window, slots, point.partial, all_totals, self.exchange.world_size
+        )
         if steps:
             first = steps[0].step
             self.mark = RoundMark(first, groups, all_totals, point.partial, point.state, point.cursor, point.is_last)
@@ -177,7 +186,9 @@ class EpochJob:
     def _check_same_place(self, point: ResumePoint) -> None:
         """All ranks must resume from states that were saved after the same step."""
         here = replace(point.state, observed_samples=0, observed_tokens=0, emitted_samples=0, step=0)
-        report = protocol.propose(self.config, replace(here, window=Measures.empty(), age=_NO_IDS), Measures.empty(), exhausted=True).report
+        report = protocol.propose(
+            self.config, replace(here, window=Measures.empty(), age=_NO_IDS), Measures.empty(), exhausted=True
+        ).report
         place = digest(repr((point.state.agreement_digest, len(point.pending), point.partial.tolist())))
         self._agree(protocol.encode(replace(report, config_digest=self.config_digest, agreement_digest=place)))
 

@@ -15,21 +15,23 @@ A generation numbers the epochs begun by this loader; what belongs to an older o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from odb.feed.assemble import Delivery
+from odb.feed.engine import ResumePoint, RoundMark
 from odb.feed.source import Order
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Running counts of an epoch, as far as they are not in the deliveries themselves."""
+    """Running counts of an epoch, as far as they are not in the deliveries themselves, and the round's mark."""
 
     rejected: dict[str, int]
     dropped: dict[str, int]
     rounds: int
     max_held_tokens: int
+    mark: RoundMark | None = field(default=None, compare=False)  # a new one comes with a new count of rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Begin:
     generation: int
     order: Order
     base_seed: int
+    resume: ResumePoint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from odb.exchange.base import Exchange
 from odb.exchange.gloo import GlooAddress, GlooExchange
 from odb.exchange.memory import SoloExchange
 from odb.feed.assemble import Assembler, deliveries
-from odb.feed.engine import EpochJob
+from odb.feed.engine import EpochJob, ResumePoint
 from odb.feed.measure import Measurer
 from odb.feed.messages import Counts
 from odb.feed.source import Inbox, Order, Record, Source, SourceConfig, seeded
@@ -135,7 +135,9 @@ class Node:
             self.exchange = SoloExchange() if address is None else GlooExchange.connect(address, self.poll)
         return self.exchange
 
-    def begin(self, order: Order, base_seed: int, is_closed: Callable[[], bool]) -> Iterator[Any]:
+    def begin(
+        self, order: Order, base_seed: int, is_closed: Callable[[], bool], resume: ResumePoint | None = None
+    ) -> Iterator[Any]:
         """Starts an epoch; yields its deliveries (and `PeersClosed`) in order."""
         self.source.begin(order, seeded(base_seed, order.rank))
         exchange = self.connect()  # only now: the workers start meanwhile
@@ -151,6 +153,7 @@ class Node:
             poll=self.poll,
             explain=exchange.explain_disagreement,
             on_empty=self.spec.options.on_empty,
+            resume=resume,
         )
         probe, self._probe_due = self._probe_due, False
         return deliveries(self.job.steps(), self.assembler, warmup_probe=probe, is_closed=is_closed)
@@ -159,7 +162,7 @@ class Node:
         """The running counts of the epoch."""
         job = self.job
         assert job is not None, "begin() first"
-        return Counts(dict(job.rejected), dict(job.dropped), job.rounds, job.max_held_tokens)
+        return Counts(dict(job.rejected), dict(job.dropped), job.rounds, job.max_held_tokens, job.mark)
 
     def finish(self) -> None:
         """Ends the epoch's drawing; returns once the drawing thread has ended."""

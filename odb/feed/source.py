@@ -38,6 +38,28 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Level:
+    """What was left of an epoch when it went on with another number of ranks.
+
+    Attributes:
+        cursors: for each of the ranks at that time, how many identities of its share were used up.
+        extra: identities that were used up and not emitted.
+    """
+
+    cursors: tuple[int, ...]
+    extra: tuple[int, ...]
+
+
+def remaining(num_samples: int, levels: Sequence[Level]) -> np.ndarray[Any, Any]:
+    """Identities of one pass that are left after the interruptions in `levels`, ascending, shape (n,)."""
+    ids = np.arange(num_samples, dtype=np.int64)
+    for level in levels:
+        shares = [ids[rank :: len(level.cursors)][cursor:] for rank, cursor in enumerate(level.cursors)]
+        ids = np.sort(np.concatenate([*shares, np.array(level.extra, np.int64)]))
+    return ids
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """Which samples this rank reads in one epoch, and under which identities.
 
@@ -55,13 +77,18 @@ class Order:
     passes: int = 1  # how often the order is gone through; 0: without end (a sample quota ends the epoch)
     head: tuple[int, ...] = ()  # identities to read first: planned or carried when the state was saved
     cursor: int = 0  # then go on behind this many keys
+    levels: tuple[Level, ...] = ()  # interruptions of this epoch on other numbers of ranks
 
     @property
     def pass_length(self) -> int:
         """Keys of one pass of this rank."""
-        if self.keys is not None:
-            return len(self.keys)
-        return len(range(self.rank, self.num_samples, self.world_size))
+        return len(self.keys) if self.keys is not None else len(self._share())
+
+    def _share(self) -> np.ndarray[Any, Any] | range:
+        """This rank's positions in one pass of the common order."""
+        if self.levels:
+            return remaining(self.num_samples, self.levels)[self.rank :: self.world_size]
+        return range(self.rank, self.num_samples, self.world_size)
 
     def pass_keys(self, number: int) -> tuple[np.ndarray[Any, Any], Sequence[Any] | np.ndarray[Any, Any]]:
         """Identities and dataset indices of one pass, shapes (n,) and (n,)."""
@@ -69,7 +96,7 @@ class Order:
             n = len(self.keys)
             ids = (np.arange(n, dtype=np.int64) + number * n) * self.world_size + self.rank
             return ids, self.keys
-        positions = np.arange(self.rank, self.num_samples, self.world_size, dtype=np.int64)
+        positions = np.asarray(self._share(), np.int64)
         return positions + number * self.num_samples, permutation(self, number)[positions]
 
 
@@ -301,7 +328,7 @@ class Source:
             return DataLoader(iterable, batch_size=chunk, **kwargs)
         guarded = GuardedDataset(config.dataset, config.reading)
         self.guarded = guarded
-        return DataLoader(guarded, batch_sampler=self.index_source, **kwargs)  # type: ignore[arg-type]
+        return DataLoader(guarded, batch_sampler=self.index_source, **kwargs)
 
     def begin(self, order: Order, base_seed: int) -> None:
         """Starts an epoch. Call it on the process's main thread: workers die with the thread that started them."""

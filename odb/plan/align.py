@@ -23,9 +23,12 @@ _MUST_AGREE = (
     ("agreement_digest", "their plans drifted apart; the same inputs gave different plans"),
 )
 
-#: Running ranks carry at most 1/8 of their groups: shards that are much alike keep their steps full by carrying, and
-#: a rank whose window holds far fewer groups than another's is split, so that equal shares drain together.
-_CARRIED_PART = 8
+#: Shards are alike where the fewest groups of a rank are within a fifth of the most.
+_ALIKE = 5
+
+#: Of the groups that every rank can fill, 7/8 leave. Less padding and fuller budgets outweigh the few more rounds; at
+#: 3/4 and below, ranks choose ever more differently and the steps' costs drift apart.
+_LEAVING, _OF = 7, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +139,21 @@ def _published_steps(config: PlanConfig, table: _Table) -> int:
 
 
 def _odb_steps(config: PlanConfig, table: _Table) -> int:
-    """Full groups only, while a rank may get more samples; else as many groups as the largest rank needs.
+    """Most of what every rank can fill, while they may get more samples; in the end, what the largest rank needs.
 
-    Ranks that are dry don't raise the target: what they hold beyond it costs no step as long as others run on.
+    Where some rank's window holds far fewer groups than another's, all that the largest holds leaves, and the others
+    split: equal shares of unlike samples then drain together. Ranks that are dry don't raise the target: what they
+    hold beyond it costs no step as long as others run on.
     """
     cap = _up(config.max_steps_per_round, config)
     steering = table.running & (table.held > 0)
     if not steering.any():
         return min(int(table.groups.max()), cap)
     groups = table.groups[steering]
-    full = np.maximum(groups - 1, 1)  # the last group is what happened to be left over
     most = int(groups.max())
-    steps = max(int(full.min()), most - most // _CARRIED_PART)
+    full = max(1, int(groups.min()) - 1)  # the last group is what happened to be left over
+    alike = full >= most - 1 - most // _ALIKE
+    steps = -(-full * _LEAVING // _OF) if alike else most
     return min(steps, cap, _up(int(table.held[steering].min()), config))
 
 

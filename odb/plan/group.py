@@ -23,6 +23,7 @@ class Sorted:
 
     position: I64  # in the window
     padded: I64  # padded row length in tokens, never rises
+    length: I64  # without padding
     patches: I64
 
     @classmethod
@@ -30,11 +31,11 @@ class Sorted:
         """The whole window, sorted."""
         padded = padded_length(window.length, config)
         order = np.lexsort((window.ids, -padded))
-        return cls(order, padded[order], window.patches[order])
+        return cls(order, padded[order], window.length[order], window.patches[order])
 
     def take(self, index: npt.NDArray[np.int64] | npt.NDArray[np.bool_] | slice) -> Sorted:
         """Some of the samples; `index` must keep the order."""
-        return Sorted(self.position[index], self.padded[index], self.patches[index])
+        return Sorted(self.position[index], self.padded[index], self.length[index], self.patches[index])
 
     def __len__(self) -> int:
         return len(self.position)
@@ -102,19 +103,6 @@ def _walk(reach: I64, multiple: int, most: int | None = None) -> list[int]:
     return ends
 
 
-def _walk_back(reach: I64, multiple: int, most: int) -> list[int]:
-    """Starts of at most `most` groups that cover the longest possible suffix, last group first."""
-    starts: list[int] = []
-    end = len(reach)
-    while end > 0 and len(starts) < most:
-        start = min(int(np.searchsorted(reach, end)), end - 1)
-        rows = end - start
-        start += rows % multiple if rows > multiple else 0
-        starts.append(start)
-        end = start
-    return starts
-
-
 def complete(samples: Sorted, ends: list[int], config: PlanConfig) -> npt.NDArray[np.bool_]:
     """(groups,) which groups could not take one more sample of their own shortest length.
 
@@ -151,7 +139,7 @@ def exactly(samples: Sorted, num_groups: int, config: PlanConfig) -> list[int]:
 def _smallest_cap(samples: Sorted, num_groups: int, config: PlanConfig) -> list[int]:
     best = greedy(samples, config)
     assert len(best) <= num_groups, (len(best), num_groups)
-    low, high = 0, config.token_budget  # greedy under `high` gives at most num_groups
+    low, high = _no_cap(samples, config), config.token_budget  # greedy under `high` gives at most num_groups
     while high - low > 1:
         middle = (low + high) // 2
         ends = greedy(samples, config, middle, num_groups)
@@ -160,6 +148,13 @@ def _smallest_cap(samples: Sorted, num_groups: int, config: PlanConfig) -> list[
         else:
             low = middle
     return best
+
+
+def _no_cap(samples: Sorted, config: PlanConfig) -> int:
+    """A cap that is too small: one below which groups would lose the rows that `rows_multiple` asks for."""
+    if config.rows_multiple == 1:
+        return 0
+    return int(group_cost(np.array([config.rows_multiple]), samples.padded[:1], config)[0]) - 1
 
 
 def _halve(samples: Sorted, ends: list[int], num_groups: int, config: PlanConfig) -> list[int]:
@@ -215,38 +210,29 @@ def slices(samples: Sorted, ends: list[int]) -> tuple[I64, ...]:
 
 def longest_suffix(samples: Sorted, config: PlanConfig) -> int:
     """How many of the shortest samples fit into one group."""
-    starts = _walk_back(_reach(samples, config, config.token_budget), config.rows_multiple, 1)
-    return len(samples) - starts[0] if starts else 0
+    if not len(samples):
+        return 0
+    start = int(np.searchsorted(_reach(samples, config, config.token_budget), len(samples)))
+    rows = len(samples) - min(start, len(samples) - 1)
+    return int(_whole(np.array(rows), config.rows_multiple))
 
 
-def around_gap(
-    samples: Sorted, num_groups: int, keep: npt.NDArray[np.bool_], config: PlanConfig, where: float
-) -> tuple[I64, ...] | None:
-    """`num_groups` groups that hold as much as they can, as positions in the window; a slice in between is left out.
+def worth(samples: Sorted, ends: list[int], config: PlanConfig) -> npt.NDArray[np.float64]:
+    """(groups,) how good each group is to emit now: tokens per cost, and half as much weight on filling the budget.
 
-    Groups before the gap are filled from the longest sample on, groups behind it from the shortest, so that the
-    capacity that is left over gathers in the gap and nothing underfilled is emitted. `where` in [0, 1) says how far
-    down the sorted window the gap lies (0: the longest are left out, towards 1: the shortest); it is moved to the
-    nearest place where no sample of `keep`, shape (n,) bool, falls into it. None if there is no such place.
-    Needs minimal count > `num_groups`.
+    The first term alone emits small groups, the second alone wasteful ones. A group that scores low waits for better
+    company: that widens the window just where samples are rare.
     """
-    reach = _reach(samples, config, config.token_budget)
-    front = np.array([0, *_walk(reach, config.rows_multiple, num_groups - 1)], np.int64)
-    back = np.array([len(samples), *_walk_back(reach, config.rows_multiple, num_groups)], np.int64)
-    splits = np.arange(num_groups + 1)
-    begin, end = front[splits], back[num_groups - splits]
-    kept = np.concatenate([[0], np.cumsum(keep)])
-    possible = splits[(kept[end] == kept[begin]) & (begin < end)]
-    if not len(possible):
-        return None
-    split = int(possible[np.argmin(np.abs(possible + 0.5 - where * (num_groups + 1)))])
-    rest = samples.take(np.r_[0 : begin[split], end[split] : len(samples)])
-    if len(greedy(rest, config, most=num_groups)) <= num_groups <= len(rest):
-        return slices(rest, exactly(rest, num_groups, config))
-    ends = [*front[1 : split + 1].tolist(), *(rest_end for rest_end in _behind(back, num_groups - split, begin[split]))]
-    return slices(rest, ends)
+    stop = np.array(ends, np.int64)
+    start = np.concatenate([[0], stop[:-1]])
+    total = np.concatenate([[0], np.cumsum(samples.length)])
+    tokens = (total[stop] - total[start]).astype(np.float64)
+    cost = np.maximum(slice_costs(samples, ends, config), 1)
+    value: npt.NDArray[np.float64] = tokens / cost + 0.5 * tokens / config.token_budget
+    return value
 
 
-def _behind(back: I64, num_groups: int, offset: np.int64) -> list[int]:
-    """Ends, once the gap is gone, of the `num_groups` last groups."""
-    return [int(end - back[num_groups] + offset) for end in back[:num_groups][::-1]]
+def chosen(samples: Sorted, ends: list[int], groups: npt.NDArray[np.bool_]) -> tuple[Sorted, list[int]]:
+    """The groups that `groups`, shape (groups,) bool, marks, as a partition of their own samples."""
+    rows = np.diff(np.array([0, *ends]))
+    return samples.take(np.repeat(groups, rows)), np.cumsum(rows[groups]).tolist()

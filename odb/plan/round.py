@@ -15,7 +15,7 @@ from odb.plan import group
 from odb.plan.align import settle
 from odb.plan.cost import group_cost, oversize, padded_length, validate_cost_fn
 from odb.plan.group import Sorted
-from odb.plan.order import by_cost, generator, in_time
+from odb.plan.order import by_cost, in_time
 from odb.plan.types import (
     I64,
     NUM_QUANTILES,
@@ -43,11 +43,13 @@ __all__ = [
     "form",
     "oversize",
     "propose",
+    "replayed",
     "settle",
     "validate_cost_fn",
 ]
 
 _NONE = np.empty(0, np.int64)
+_EMPTY_REPORT = Report(0, 0, Status.RUNNING, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def fill_target(config: PlanConfig, state: RoundState) -> tuple[int, int, int]:
@@ -151,49 +153,57 @@ def _choose(config: PlanConfig, proposal: Proposal, agreement: Agreement, num_gr
     if not num_groups:
         return ()
     samples = Sorted.of(proposal.window, config)
-    overdue = proposal.age[samples.position] >= config.max_age
-    where = float(generator(config, agreement.epoch, agreement.round, "carry").random())
-    if config.drop_last:
-        return _block(proposal.groups, num_groups, proposal.age >= config.max_age, where)
-    if len(proposal.groups) > num_groups:
-        return _overflow(config, samples, num_groups, overdue, where)
+    age = proposal.age[samples.position]
+    if len(proposal.groups) > num_groups or config.drop_last:
+        return _overflow(config, samples, age, len(proposal.groups), num_groups)
     if not agreement.last:
-        samples = samples.take(slice(0, len(samples) - _reserve(config, proposal, samples, num_groups, overdue)))
+        samples = samples.take(slice(0, len(samples) - _reserve(config, proposal, samples, num_groups, age)))
     return group.slices(samples, group.exactly(samples, num_groups, config))
 
 
-def _block(groups: tuple[I64, ...], num_groups: int, overdue: npt.NDArray[np.bool_], where: float) -> tuple[I64, ...]:
-    """`num_groups` complete groups in a row: those that hold the most overdue samples, else at random."""
-    urgent = np.concatenate([[0], np.cumsum([int(overdue[g].sum()) for g in groups])])
-    urgent = urgent[num_groups:] - urgent[: len(urgent) - num_groups]
-    best = np.flatnonzero(urgent == urgent.max())
-    start = int(best[int(where * len(best))])
-    return groups[start : start + num_groups]
+def _overflow(config: PlanConfig, samples: Sorted, age: I64, num_formed: int, num_groups: int) -> tuple[I64, ...]:
+    """More groups than steps: the best leave, those with overdue samples before all others; the rest waits."""
+    ends = group.greedy(samples, config)[:num_formed]
+    samples, late = samples.take(slice(0, ends[-1])), age[: ends[-1]] >= config.max_age
+    with_late = np.add.reduceat(late.astype(np.int64), [0, *ends[:-1]]) > 0
+    if int(with_late.sum()) > num_groups and not config.drop_last:
+        return _overdue_first(config, samples, age, num_groups)
+    # The published rule keeps the groups as they come: the longest samples first.
+    value = (
+        -np.arange(len(ends), dtype=np.float64) if config.policy == "published" else group.worth(samples, ends, config)
+    )
+    marked = _best(value, with_late, num_groups)
+    taken, ends = group.chosen(samples, ends, marked)
+    if config.drop_last or config.policy == "published":
+        return group.slices(taken, ends)
+    # One more plan of what leaves makes the groups' costs alike. With bounds besides cost it may need more groups.
+    if len(group.greedy(taken, config, most=num_groups)) <= num_groups:
+        ends = group.exactly(taken, num_groups, config)
+    return group.slices(taken, ends)
 
 
-def _overflow(
-    config: PlanConfig, samples: Sorted, num_groups: int, overdue: npt.NDArray[np.bool_], where: float
-) -> tuple[I64, ...]:
-    """More groups than steps: the fullest possible leave, overdue samples before all others."""
-    if config.policy == "published" and not overdue.any():
-        return group.slices(samples, group.greedy(samples, config)[:num_groups])
-    chosen = group.around_gap(samples, num_groups, overdue, config, where)
-    if chosen is not None:
-        return chosen
-    urgent = samples.take(overdue)
-    first = group.slices(urgent, group.greedy(urgent, config))[:num_groups]
-    rest = samples.take(~overdue)
-    if len(first) == num_groups or not len(rest):
-        return first
-    more = min(num_groups - len(first), len(rest))
-    if len(group.greedy(rest, config, most=more)) <= more:
-        return first + group.slices(rest, group.exactly(rest, more, config))
-    return first + (group.around_gap(rest, more, np.zeros(len(rest), np.bool_), config, where) or ())
+def _best(value: npt.NDArray[np.float64], urgent: npt.NDArray[np.bool_], num: int) -> npt.NDArray[np.bool_]:
+    marked = np.zeros(len(value), np.bool_)
+    marked[np.lexsort((-value, ~urgent))[:num]] = True
+    return marked
 
 
-def _reserve(
-    config: PlanConfig, proposal: Proposal, samples: Sorted, num_groups: int, overdue: npt.NDArray[np.bool_]
-) -> int:
+def _overdue_first(config: PlanConfig, samples: Sorted, age: I64, num_groups: int) -> tuple[I64, ...]:
+    """Overdue samples lie in more groups than there are steps: they are grouped among themselves, the oldest leave."""
+    late = age >= config.max_age
+    overdue = samples.take(late)
+    ends = group.greedy(overdue, config)
+    if len(ends) >= num_groups:
+        oldest = np.maximum.reduceat(age[late], [0, *ends[:-1]]).astype(np.float64)
+        return group.slices(*group.chosen(overdue, ends, _best(oldest, np.zeros(len(ends), np.bool_), num_groups)))
+    rest = samples.take(~late)
+    others = group.greedy(rest, config)
+    num_more = num_groups - len(ends)
+    marked = _best(group.worth(rest, others, config), np.zeros(len(others), np.bool_), num_more)
+    return group.slices(overdue, ends) + group.slices(*group.chosen(rest, others, marked))
+
+
+def _reserve(config: PlanConfig, proposal: Proposal, samples: Sorted, num_groups: int, age: I64) -> int:
     """How many of the shortest samples stay although all could leave, so that this rank has some in the next round.
 
     A rank that is dry while others run keeps one group's worth: it costs no step, as the others have at least one to
@@ -206,7 +216,7 @@ def _reserve(
         keep = group.longest_suffix(samples, config)
     else:
         keep = config.grad_accum_steps if config.grad_accum_steps > 1 and config.accum_tail == "fill" else 0
-    late = np.flatnonzero(overdue)
+    late = np.flatnonzero(age >= config.max_age)
     young = len(samples) - 1 - int(late[-1]) if len(late) else len(samples)
     return min(spare, keep, young)
 
@@ -239,6 +249,35 @@ def conclude(config: PlanConfig, plan: Plan, all_totals: I64, world_size: int, r
     state = _next_state(plan, carry, num_steps, all_totals[:num_steps])
     steps = _steps(config, plan, all_totals[:num_steps], world_size)
     return Outcome(steps, state, ended, proposal.window.ids[np.sort(dropped)])
+
+
+def replayed(
+    config: PlanConfig,
+    state: RoundState,
+    window: Measures,
+    slots: tuple[I64, ...],
+    partial: I64,
+    all_totals: I64,
+    world_size: int,
+) -> tuple[StepPlan, ...]:
+    """Steps that were agreed on before an interruption, planned again with the groups that they had.
+
+    Args:
+        config: as it was.
+        state: the state *after* these steps.
+        window: measures of their samples.
+        slots: positions in `window` of each step, empty where this rank is idle.
+        partial: (j, 3) totals of the j micro-steps of their first optimizer step that were taken before.
+        all_totals: (len(slots), 3) over all ranks.
+        world_size: data-parallel ranks.
+    """
+    num_before = len(partial)
+    first = replace(state, step=state.step - len(slots) - num_before)
+    groups = (_NONE,) * num_before + slots
+    proposal = Proposal(first, window, np.zeros(len(window), np.int64), slots, _EMPTY_REPORT)
+    agreement = Agreement(Verdict.RUN, state.epoch, state.round, len(groups), False, _NONE, (), state.agreement_digest)
+    plan = Plan(proposal, agreement, groups, _NONE, _NONE, _totals(window, groups))
+    return _steps(config, plan, np.concatenate([partial, all_totals]), world_size)[num_before:]
 
 
 def _until_quota(config: PlanConfig, state: RoundState, all_totals: I64) -> tuple[int, bool]:

@@ -27,6 +27,8 @@ _FIELDS = (
     "agreement_digest",
 )
 
+_STATUSES = frozenset(int(status) for status in Status)
+
 #: int64 values of a row: version, fields, quantiles.
 ROW_WIDTH = 1 + len(_FIELDS) + NUM_QUANTILES
 
@@ -52,7 +54,7 @@ def decode(row: I64, rank: int) -> Report:
             (rank,),
         )
     values = dict(zip(_FIELDS, row[1 : 1 + len(_FIELDS)].tolist(), strict=True))
-    if values["status"] not in set(Status):
+    if values["status"] not in _STATUSES:
         raise DisagreementError(f"rank {rank} sent an unknown status {values['status']}", (rank,))
     values["status"] = Status(values["status"])
     return Report(**values, cost_quantiles=tuple(row[1 + len(_FIELDS) :].tolist()))

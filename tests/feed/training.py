@@ -1,6 +1,6 @@
 """A main process, a child like the collate process and that child's inner workers, for the tests of supervision.
 
-`training.py START_METHOD BEHAVIOUR`: prints the pids as soon as batches flow, then behaves.
+`training.py START_METHOD BEHAVIOUR [NUM_WORKERS]`: prints the pids as soon as batches flow, then behaves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from odb.errors import ChannelClosed
 from odb.feed.channel import Channel, channel_pair
@@ -39,14 +39,14 @@ def init_worker(_: int, *, parent_pid: int, use_signal: bool) -> None:
     guard_against_orphaning(parent_pid, use_signal=use_signal)
 
 
-def body(end: Channel, parent_pid: int, use_signal: bool, method: str) -> None:
+def body(end: Channel, parent_pid: int, use_signal: bool, method: str, num_workers: int) -> None:
     ignore_interrupts()
     guard_against_orphaning(parent_pid, use_signal=use_signal)
     init = partial(init_worker, parent_pid=os.getpid(), use_signal=can_use_signal(method))
     loader = DataLoader(
         Numbers(),
         batch_size=32,
-        num_workers=2,
+        num_workers=num_workers,
         multiprocessing_context=method,
         worker_init_fn=init,
         collate_fn=dumps_bytes,
@@ -61,9 +61,10 @@ def body(end: Channel, parent_pid: int, use_signal: bool, method: str) -> None:
 class Loader:
     """As much of a loader as matters here. The tests never call `close`."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, num_workers: int) -> None:
+        self.num_workers = num_workers
         self.end, theirs = channel_pair()
-        args = (theirs, os.getpid(), can_use_signal(method), method)
+        args = (theirs, os.getpid(), can_use_signal(method), method, num_workers)
         self.process = start(method, body, args, "collate process")
         at_exit(self.close)
 
@@ -73,17 +74,17 @@ class Loader:
 
 
 def announce(loader: Loader) -> None:
-    """Receives until both workers have delivered, then prints all pids."""
+    """Receives until all workers have delivered, then prints all pids."""
     workers: set[int] = set()
-    while len(workers) < 2:
+    while len(workers) < loader.num_workers:
         collate, samples = loader.end.recv(60)
         workers |= {sample["pid"] for sample in samples}
     print(json.dumps({"collate": collate, "workers": sorted(workers)}), flush=True)
 
 
-def train(method: str, behaviour: str) -> None:
+def train(method: str, behaviour: str, num_workers: int) -> None:
     global kept
-    kept = loader = Loader(method)  # a global: nothing collects it before the end
+    kept = loader = Loader(method, num_workers)  # a global: nothing collects it before the end
     if behaviour == "at once":
         print("{}", flush=True)
     else:
@@ -102,14 +103,15 @@ def train(method: str, behaviour: str) -> None:
         raise LookupError("training failed")
 
 
-def main(method: str, behaviour: str) -> None:
+def main(method: str, behaviour: str, num_workers: int) -> None:
+    multiprocessing.set_forkserver_preload(["torch.utils.data"])  # else each process imports it anew
     if behaviour == "child":  # training itself is a child, as under torch.multiprocessing.spawn
-        trainer = multiprocessing.get_context(method).Process(target=train, args=(method, "exit"))
+        trainer = multiprocessing.get_context("fork").Process(target=train, args=(method, "exit", num_workers))
         trainer.start()
         trainer.join()
         print("trainer:", trainer.exitcode, flush=True)
     elif behaviour == "thread":  # the creating thread ends long before its process does
-        thread = threading.Thread(target=train, args=(method, "exit"))
+        thread = threading.Thread(target=train, args=(method, "exit", num_workers))
         thread.start()
         thread.join()
         gc.collect()
@@ -117,10 +119,10 @@ def main(method: str, behaviour: str) -> None:
             kept.end.recv(60)
         print("outlived its thread", flush=True)
     else:
-        train(method, behaviour)
+        train(method, behaviour, num_workers)
 
 
 kept: Any = None
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 2)

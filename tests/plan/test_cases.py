@@ -165,3 +165,43 @@ def test_neighbouring_batches_are_as_unlike_as_in_a_random_order() -> None:
             for part in (epoch.steps[0][:quarter], epoch.steps[0][-quarter:])
         )
         assert first == pytest.approx(last, rel=0.1)
+
+
+def test_a_quota_ends_with_the_optimizer_step_that_reaches_it() -> None:
+    config = make_config(20, join=False, sample_quota=50, grad_accum_steps=2)
+    epoch = drive_epoch(config, strided([10] * 400, 2))
+    assert sum(step.local_samples for rank in epoch.steps for step in rank) == 56  # 8 samples an optimizer step
+    assert num_steps(epoch) == [14, 14]
+    assert [step.sync_gradients for step in epoch.steps[0]] == [False, True] * 7
+    undrawn = [i for rank in epoch.undrawn for i in rank]
+    assert sorted(epoch.emitted() + epoch.all_dropped() + undrawn) == list(range(400))
+
+
+def test_without_quota_or_join_the_first_rank_that_is_drained_ends_the_epoch() -> None:
+    epoch = drive_epoch(make_config(10, join=False), blocks([20, 3], 10))
+    assert num_steps(epoch) == [3, 3]
+    assert epoch.num_idle() == [0, 0]
+
+
+def test_dropping_the_tail_leaves_no_idle_step() -> None:
+    epoch = drive_epoch(make_config(10, tail="drop"), blocks([6, 4], 10))
+    assert num_steps(epoch) == [4, 4]
+    assert epoch.num_idle() == [0, 0]
+    undrawn = [i for rank in epoch.undrawn for i in rank]
+    assert len(epoch.all_dropped()) + len(undrawn) == 2
+
+
+def efficiency_and_fill(policy: str, seed: int) -> tuple[float, float]:
+    """Real tokens over what all ranks spend while the dearest works, and over the whole budget of all steps."""
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(6, 1.2, 4000), 16, 4096).astype(np.int64).tolist()
+    config = make_config(8192, policy=policy, split_policy="even" if policy == "odb" else "published", window=10**6)
+    epoch = drive_epoch(config, strided(lengths, 4))
+    dearest = np.array([[step.cost for step in rank] for rank in epoch.steps]).max(axis=0)
+    return sum(lengths) / (4 * dearest.sum()), sum(lengths) / (4 * len(dearest) * 8192)
+
+
+def test_ours_beats_the_published_rule_in_efficiency_and_fill() -> None:
+    ours = np.mean([efficiency_and_fill("odb", seed) for seed in range(4)], axis=0)
+    published = np.mean([efficiency_and_fill("published", seed) for seed in range(4)], axis=0)
+    assert (ours > published + 0.01).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -177,12 +178,24 @@ def test_accumulation_windows_never_cross_a_round(config: PlanConfig, parts: lis
         assert agreements[0].num_steps % config.grad_accum_steps == 0
 
 
-@few(60)
-@given(configs(drop_last=False, max_steps_per_round=10_000, policy="odb", tail="filler"), shards())
-def test_no_sample_is_carried_longer_than_allowed(config: PlanConfig, parts: list[Measures]) -> None:
-    config = make_config(config.token_budget, seed=config.seed, max_age=2, max_held_tokens=8 * config.token_budget)
-    epoch = drive_epoch(config, parts)
-    assert max((int(s.age.max(initial=0)) for states in epoch.states for s in states), default=0) <= config.max_age
+@few(80)
+@given(configs(drop_last=False, tail="filler"), shards(), st.integers(1, 3))
+def test_overdue_samples_leave_before_all_others(config: PlanConfig, parts: list[Measures], max_age: int) -> None:
+    epoch = drive_epoch(replace(config, max_age=max_age), parts)
+    for plan in (plan for plans in epoch.plans for plan in plans):
+        late = plan.proposal.age >= max_age
+        if late[plan.carry].any():
+            assert all(late[g].any() for g in plan.groups if len(g))
+
+
+@pytest.mark.parametrize("grad_accum_steps", [1, 4])
+def test_no_sample_is_carried_longer_than_allowed_where_shards_are_alike(grad_accum_steps: int) -> None:
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        parts = [make_measures(rng.integers(1, 100, 600), range(r * 600, r * 600 + 600)) for r in range(3)]
+        config = make_config(400, max_age=2, max_held_tokens=16 * 400, grad_accum_steps=grad_accum_steps)
+        ages = {int(a) for states in drive_epoch(config, parts).states for state in states for a in state.age}
+        assert ages == {1, 2}
 
 
 @few(60)

@@ -1,0 +1,252 @@
+"""The loader's state: its format, how it is made, and what is refused when it is loaded.
+
+A state describes the last batch that was handed to the caller, never prefetched work. It is plain JSON, has the same
+keys for the loader's life, holds identities of at most a window, and is local to a rank: all ranks save after the same
+step. `gather` makes one state of all ranks' states, which also resumes on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from odb.errors import ConfigError
+from odb.exchange.rendezvous import exchange_texts
+from odb.feed.engine import ResumePoint, RoundMark
+from odb.feed.source import Level
+from odb.plan.types import I64, Measures, RoundState
+
+if TYPE_CHECKING:
+    from odb.loader import ODBDataLoader
+
+#: Of the format. A state of another version is refused.
+STATE_VERSION = 1
+
+#: Settings that say nothing about a plan: differences are allowed.
+_FREE = frozenset({"max_held_bytes"})
+
+_KEYS = frozenset(
+    {
+        "version",
+        "rank",
+        "world_size",
+        "epoch",
+        "step",
+        "is_last",
+        "round",
+        "cursor",
+        "pending",
+        "partial",
+        "carry",
+        "age",
+        "observed_samples",
+        "observed_tokens",
+        "emitted_samples",
+        "all_emitted_samples",
+        "agreement_digest",
+        "levels",
+        "order_digest",
+        "settings",
+    }
+)
+
+State = dict[str, Any]
+
+
+def capture(
+    mark: RoundMark | None,
+    last_step: int,
+    *,
+    epoch: int,
+    rank: int,
+    world_size: int,
+    grad_accum_steps: int,
+    levels: tuple[Level, ...],
+    order_digest: str,
+    settings: dict[str, str],
+) -> State:
+    """The state after step `last_step` of an epoch (-1: before its first), from the mark of that step's round."""
+    common: State = {
+        "version": STATE_VERSION,
+        "rank": rank,
+        "world_size": world_size,
+        "levels": [{"cursors": list(one.cursors), "extra": list(one.extra)} for one in levels],
+        "order_digest": order_digest,
+        "settings": dict(settings),
+    }
+    if mark is None or last_step < mark.first_step:
+        return common | _point_fields(_fresh(epoch), epoch)
+    num_taken = last_step - mark.first_step + 1
+    if mark.is_last and num_taken >= len(mark.groups):
+        return common | _point_fields(_fresh(epoch + 1), epoch + 1) | {"levels": []}
+    rows = np.concatenate([mark.partial, mark.totals[:num_taken]])
+    num_partial = len(rows) % grad_accum_steps
+    point = ResumePoint(mark.groups[num_taken:], rows[len(rows) - num_partial :], mark.state, mark.cursor, mark.is_last)
+    return common | _point_fields(point, epoch)
+
+
+def _fresh(epoch: int) -> ResumePoint:
+    return ResumePoint((), np.zeros((0, 3), np.int64), RoundState.start(epoch), 0, False)
+
+
+def _point_fields(point: ResumePoint, epoch: int) -> State:
+    state = point.state
+    return {
+        "epoch": epoch,
+        "step": state.step - len(point.pending),
+        "is_last": point.is_last,
+        "round": state.round,
+        "cursor": point.cursor,
+        "pending": [ids.tolist() for ids in point.pending],
+        "partial": point.partial.tolist(),
+        "carry": state.window.ids.tolist(),
+        "age": state.age.tolist(),
+        "observed_samples": state.observed_samples,
+        "observed_tokens": state.observed_tokens,
+        "emitted_samples": state.emitted_samples,
+        "all_emitted_samples": state.all_emitted_samples,
+        "agreement_digest": state.agreement_digest,
+    }
+
+
+def point_of(state: State) -> ResumePoint | None:
+    """Where the epoch goes on; None at its start."""
+    if not (state["pending"] or state["round"]):
+        return None
+    carry = _ids(state["carry"])
+    nothing = np.zeros(len(carry), np.int64)  # measured again when the samples are read again
+    return ResumePoint(
+        pending=tuple(_ids(ids) for ids in state["pending"]),
+        partial=np.array(state["partial"], np.int64).reshape(-1, 3),
+        state=RoundState(
+            epoch=state["epoch"],
+            round=state["round"],
+            window=Measures(carry, nothing, nothing, nothing, nothing),
+            age=_ids(state["age"]),
+            observed_samples=state["observed_samples"],
+            observed_tokens=state["observed_tokens"],
+            emitted_samples=state["emitted_samples"],
+            all_emitted_samples=state["all_emitted_samples"],
+            step=state["step"] + len(state["pending"]),
+            agreement_digest=state["agreement_digest"],
+        ),
+        cursor=state["cursor"],
+        is_last=state["is_last"],
+    )
+
+
+def _ids(values: list[int]) -> I64:
+    return np.array(values, np.int64).reshape(-1)
+
+
+def check_state(state: Any) -> State:
+    """A deep copy of a state, if it is one.
+
+    Raises:
+        ConfigError: no state of an odb loader, or one of another version; the text says what was found.
+    """
+    if not isinstance(state, dict) or "version" not in state:
+        raise ConfigError(
+            f"this is no state of an odb loader: got {type(state).__name__}, expected loader.state_dict()"
+        )
+    if state["version"] != STATE_VERSION:
+        raise ConfigError(
+            f"this state has version {state['version']!r}, this package reads version {STATE_VERSION}: resume with the "
+            "version of odb that saved it, or start the epoch anew (set_epoch)"
+        )
+    if "ranks" in state:
+        return {"version": STATE_VERSION, "ranks": [check_state(one) for one in state["ranks"]]}
+    missing, unknown = sorted(_KEYS - state.keys()), sorted(state.keys() - _KEYS)
+    if missing or unknown:
+        raise ConfigError(f"this state is damaged: missing keys {missing}, unknown keys {unknown}")
+    copy: State = json.loads(json.dumps(state))
+    return copy
+
+
+def check_fits(state: State, *, rank: int, world_size: int, settings: dict[str, str]) -> None:
+    """Refuses a local state that belongs elsewhere.
+
+    Raises:
+        ConfigError: another number of ranks, another rank, or another setting that changes plans. The text shows both
+            sides and the remedy.
+    """
+    if state["world_size"] != world_size:
+        raise ConfigError(
+            f"this state was saved on {state['world_size']} data-parallel ranks, this run has {world_size}: load the "
+            "state that odb.resume.gather(loader) gave, or that odb.resume.merge makes of all ranks' states"
+        )
+    if state["rank"] != rank:
+        raise ConfigError(
+            f"this is the state of rank {state['rank']}, loaded on rank {rank}: save and load one state per rank, or "
+            "one for all with odb.resume.gather(loader)"
+        )
+    saved = state["settings"]
+    differing = [
+        k for k in sorted(saved.keys() | settings.keys()) if saved.get(k) != settings.get(k) and k not in _FREE
+    ]
+    if differing:
+        sides = "; ".join(f"{k}: saved {saved.get(k, 'nothing')}, now {settings.get(k, 'nothing')}" for k in differing)
+        raise ConfigError(
+            f"the state was saved with other settings ({sides}): the rest of the epoch would not be the one that was "
+            "interrupted. Use the saved settings, or start the epoch anew (set_epoch)"
+        )
+
+
+def check_order(state: State, order_digest: str) -> None:
+    """Refuses to go on in the middle of an order that the sampler does not give any more.
+
+    Raises:
+        ConfigError: shows both digests and the remedy.
+    """
+    if state["round"] and state["order_digest"] != order_digest:
+        raise ConfigError(
+            f"the sampler gives another order than when the state was saved (digest {state['order_digest']}, now "
+            f"{order_digest}): seed it (DistributedSampler, or a generator with a fixed seed), or give no sampler, so "
+            "that odb's own order by seed and epoch is used"
+        )
+
+
+def merge(states: list[State]) -> State:
+    """One state of all ranks' states, in any order. Resumes on the same number of ranks, or on another.
+
+    Raises:
+        ConfigError: a rank is missing or there twice, or the states were not saved after the same step.
+    """
+    checked = sorted((check_state(one) for one in states), key=lambda one: int(one["rank"]))
+    if not checked:
+        raise ConfigError("merge needs the states of all ranks, got none")
+    world_size = checked[0]["world_size"]
+    ranks = [one["rank"] for one in checked]
+    if ranks != list(range(world_size)):
+        raise ConfigError(f"merge needs the states of ranks 0 to {world_size - 1}, got those of ranks {ranks}")
+    for name in ("epoch", "step", "world_size"):
+        values = [one[name] for one in checked]
+        if len(set(values)) > 1:
+            raise ConfigError(f"the states were not saved after the same step: {name} is {values} on ranks {ranks}")
+    return {"version": STATE_VERSION, "ranks": checked}
+
+
+def gather(loader: ODBDataLoader) -> State:
+    """`merge` of all ranks' states, on every rank. The one collective of this module: call it on all ranks."""
+    texts = exchange_texts(json.dumps(loader.state_dict()), loader.rank, loader.world_size, loader.config.timeout_s)
+    return merge([json.loads(text) for text in texts])
+
+
+def resized(state: State, rank: int, world_size: int) -> State:
+    """What one of `world_size` ranks loads of a merged state that was saved on another number of ranks.
+
+    Every view that no rank had emitted is read exactly once; steps that were agreed on are planned anew.
+    """
+    ranks: list[State] = state["ranks"]
+    extra = [i for one in ranks for ids in (*one["pending"], one["carry"]) for i in ids]
+    level = {"cursors": [one["cursor"] for one in ranks], "extra": sorted(extra)}
+    first = ranks[0]
+    fresh = _point_fields(_fresh(first["epoch"]), first["epoch"])
+    return first | fresh | {"rank": rank, "world_size": world_size, "levels": [*first["levels"], level]}
+
+
+def levels_of(state: State) -> tuple[Level, ...]:
+    """The interruptions of the state's epoch on other numbers of ranks."""
+    return tuple(Level(tuple(one["cursors"]), tuple(one["extra"])) for one in state["levels"])
