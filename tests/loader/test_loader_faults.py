@@ -6,12 +6,12 @@ The situations and what happened in them were measured with `online-dynamic-batc
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections import UserDict
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import ranks
 from scenarios import Outcome, Spec, assert_exact_gradients, iterate, iterate_all, log_normal, train
@@ -241,7 +241,7 @@ def processes_inline(rank: int, world_size: int) -> tuple[int, int]:
     with odb.ODBDataLoader(LengthsDataset([10] * 40), token_budget=40, num_workers=0, collate_fn=collate) as loader:
         batches = iter(loader)
         next(batches)
-        during = len(psutil.Process().children(recursive=True))
+        during = len(ranks.children_of(os.getpid()))
         return during, loader.num_workers
 
 
@@ -262,7 +262,7 @@ def break_often(rank: int, world_size: int, spec: Spec) -> list[int]:
     with spec.loader(rank, world_size) as loader:
         for _ in range(5):
             record(loader, num_steps=2)
-            out.append(len(psutil.Process().children(recursive=True)))
+            out.append(len(ranks.children_of(os.getpid())))
         assert len(record(loader)) > 2
     return out
 
