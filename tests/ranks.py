@@ -661,7 +661,7 @@ def wait_for_line(running: Script, text: str, count: int = 1, timeout: float = 6
         raise AssertionError(f"{count} lines with {text!r} did not come within {timeout} s\n{stacks}\n{running.output}")
 
 
-def run_script(code: str, nproc: int = 0, timeout: float = 60.0, **env: str) -> Script:
+def run_script(code: str, nproc: int = 0, timeout: float = 100.0, **env: str) -> Script:
     """Runs a program to its end; see `script`. Fails if it does not end in time or leaves a process behind."""
     with script(code, nproc, timeout + 2 * SETTLE_S, **env) as running:
         finish(running, timeout)

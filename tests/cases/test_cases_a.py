@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import odb
 from odb.testing import Seen, assert_each_once, assert_steps_aligned, assert_within_budget, record, seen
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def steps_of(outcomes: list[Outcome]) -> list[list[Seen]]:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import odb
 from odb.testing import Seen, assert_each_once, collate, make_sample, record
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def batches(steps: list[Seen]) -> list[tuple[int, ...]]:

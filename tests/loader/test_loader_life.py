@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import odb
 from odb.testing import LengthsDataset, Seen, assert_each_once, assert_steps_aligned, collate, make_sample, record, seen
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 LENGTHS = log_normal(40, 12, 0.6, 2, 60, seed=8)
 SPEC = Spec(LENGTHS, 100, options={"window": 16})
