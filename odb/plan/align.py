@@ -23,6 +23,8 @@ _MUST_AGREE = (
     ("agreement_digest", "their plans drifted apart; the same inputs gave different plans"),
 )
 
+_MOST_NAMED = 8  # ranks in one error
+
 #: Shards are alike where the fewest groups of a rank are within a fifth of the most.
 _ALIKE = 5
 
@@ -69,7 +71,8 @@ def settle(config: PlanConfig, reports: tuple[Report, ...]) -> Agreement:
 
 
 def _names(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return ", ".join(map(str, ranks[:_MOST_NAMED])) + more
 
 
 def _check_equal(reports: tuple[Report, ...]) -> None:
@@ -81,7 +84,7 @@ def _check_equal(reports: tuple[Report, ...]) -> None:
         # Without a majority, as with two ranks, rank 0 is what the others are compared with.
         common = values[0] if counts[0][1] == counts[1][1] else counts[0][0]
         odd = tuple(rank for rank, value in enumerate(values) if value != common)
-        other = ", ".join(f"rank {rank}: {values[rank]}" for rank in odd[:8])
+        other = ", ".join(f"rank {rank}: {values[rank]}" for rank in odd[:_MOST_NAMED])
         raise DisagreementError(
             f"rank(s) {_names(odd)} differ from the others in {field} ({other}; the others: {common}): {meaning}", odd
         )

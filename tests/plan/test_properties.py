@@ -153,6 +153,8 @@ def test_any_epoch(config: PlanConfig, parts: list[Measures], lookahead: bool) -
     epoch = drive_epoch(config, parts, lookahead=lookahead)
     check_steps(config, epoch, parts)
     check_weights(config, epoch)
+    for rank, plan in ((rank, plan) for plans in epoch.plans for rank, plan in enumerate(plans)):
+        assert sum(len(g) > 0 for g in plan.groups) == plan.agreement.num_emitting[rank]
     if config.tail != "drop" and not config.drop_last:
         assert epoch.emitted() == sorted(int(i) for part in parts for i in part.ids)
     if config.tail == "drop" or config.drop_last:

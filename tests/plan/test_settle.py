@@ -150,6 +150,12 @@ def test_ranks_that_differ_are_named(field: str) -> None:
     assert caught.value.ranks == (1,)
 
 
+def test_errors_stay_short_with_many_ranks() -> None:
+    with pytest.raises(DisagreementError, match="and 492 more") as caught:
+        settle(make_config(100), (report(),) * 524 + (report(epoch=99),) * 500)
+    assert len(caught.value.ranks) == 500 and len(str(caught.value)) < 500
+
+
 def test_the_digest_depends_on_what_was_decided_and_on_the_past() -> None:
     base = settle(make_config(100), (report(9), report(9))).digest
     assert base == settle(make_config(100), (report(9), report(9))).digest
