@@ -139,6 +139,7 @@ class ODBDataLoader:
         self._order_digest = ""
         self._loaded: State | None = None
         self._has_warned_duplicates = False
+        self._has_warned_oversize = False
         self._context = multiprocessing_context
         self._source = SourceConfig(
             dataset=dataset,
@@ -371,6 +372,17 @@ class ODBDataLoader:
         self._warn_of_duplicates(world)
         return Order(keys=_materialised(self._user_sampler, self._user_batch_sampler), passes=passes, **common)
 
+    def _warn_of_oversize(self, info: ODBStepInfo) -> None:
+        if not self._has_warned_oversize:
+            self._has_warned_oversize = True
+            logger.warning(
+                "sample %s has %d padded tokens, more than token_budget=%d allows: such samples go alone (said once; "
+                "stats().bound_by['oversize'] counts them). on_oversize='skip' or 'error' treats them otherwise",
+                *info.sample_ids,
+                info.padded_tokens,
+                self.config.token_budget,
+            )
+
     def _warn_of_duplicates(self, world: int) -> None:
         plain = isinstance(self._user_sampler, (RandomSampler, SequentialSampler))
         if world > 1 and plain and not self._has_warned_duplicates:
@@ -427,6 +439,8 @@ class _EpochIterator:
             self._is_over = True
             raise StopIteration
         _count_step(stats, delivery.info, delivery.bound)
+        if delivery.bound == "oversize":
+            self._loader._warn_of_oversize(delivery.info)
         self._loader._last_step = max(self._loader._last_step, delivery.info.step)
         if not self._attach:
             return delivery.batch, delivery.info

@@ -238,7 +238,8 @@ def _in_order(config: PlanConfig, window: Measures, groups: tuple[I64, ...], agr
     first_ids = np.array([window.ids[g[0]] for g in groups], np.int64)
     ranked = [groups[i] for i in by_cost(group_cost(rows, longest, config), first_ids)]
     ranked += [_NONE] * (agreement.num_steps - len(groups))
-    return tuple(ranked[i] for i in in_time(agreement.num_steps, config, agreement.epoch, agreement.round))
+    num_full = int(agreement.num_emitting.min())
+    return tuple(ranked[i] for i in in_time(agreement.num_steps, config, agreement.epoch, agreement.round, num_full))
 
 
 def _totals(window: Measures, slots: tuple[I64, ...]) -> I64:
