@@ -154,6 +154,7 @@ class Node:
             explain=exchange.explain_disagreement,
             on_empty=self.spec.options.on_empty,
             resume=resume,
+            pass_length=None if order.passes else order.pass_length,
         )
         probe, self._probe_due = self._probe_due, False
         return deliveries(self.job.steps(), self.assembler, warmup_probe=probe, is_closed=is_closed)
