@@ -25,7 +25,7 @@ _MUST_AGREE = (
 
 _MOST_NAMED = 8  # ranks in one error
 
-#: Shards are alike where the fewest groups of a rank are within a fifth of the most.
+#: Shards are alike where the fewest groups of a rank, or its mean length so far, are within a fifth of the most.
 _ALIKE = 5
 
 #: Of the groups that every rank can fill, 7/8 leave. Less padding and fuller budgets outweigh the few more rounds; at
@@ -39,6 +39,7 @@ class _Table:
 
     held: I64
     groups: I64
+    mean_length: npt.NDArray[np.float64]  # tokens of a sample, over all that a rank observed in this epoch
     running: npt.NDArray[np.bool_]
 
     @classmethod
@@ -46,6 +47,7 @@ class _Table:
         return cls(
             np.array([r.num_held for r in reports], np.int64),
             np.array([r.num_groups for r in reports], np.int64),
+            np.array([r.observed_tokens / max(1, r.observed_samples) for r in reports], np.float64),
             np.array([r.status == Status.RUNNING for r in reports], np.bool_),
         )
 
@@ -144,20 +146,27 @@ def _published_steps(config: PlanConfig, table: _Table) -> int:
 def _odb_steps(config: PlanConfig, table: _Table) -> int:
     """Most of what every rank can fill, while they may get more samples; in the end, what the largest rank needs.
 
-    Where some rank's window holds far fewer groups than another's, all that the largest holds leaves, and the others
-    split: equal shares of unlike samples then drain together. Ranks that are dry don't raise the target: what they
-    hold beyond it costs no step as long as others run on.
+    Shards of unlike samples (not just windows that differ by chance) are drained together instead: all that the
+    largest rank holds leaves, and the others split. Ranks that are dry don't raise the target: what they hold beyond
+    it costs no step as long as others run on.
     """
     cap = _up(config.max_steps_per_round, config)
     steering = table.running & (table.held > 0)
     if not steering.any():
         return min(int(table.groups.max()), cap)
-    groups = table.groups[steering]
-    most = int(groups.max())
-    full = max(1, int(groups.min()) - 1)  # the last group is what happened to be left over
-    alike = full >= most - 1 - most // _ALIKE
-    steps = -(-full * _LEAVING // _OF) if alike else most
+    steps = int(table.groups[steering].max())
+    if _alike(table, steering):
+        # The last group is what happened to be left over. Half of what the largest holds leaves in any case.
+        full = max(1, int(table.groups[steering].min()) - 1, steps // 2)
+        steps = -(-full * _LEAVING // _OF)
     return min(steps, cap, _up(int(table.held[steering].min()), config))
+
+
+def _alike(table: _Table, ranks: npt.NDArray[np.bool_]) -> bool:
+    groups, mean = table.groups[ranks], table.mean_length[ranks]
+    same_groups = groups.min() >= groups.max() - groups.max() // _ALIKE
+    same_lengths = mean.min() * _ALIKE >= mean.max() * (_ALIKE - 1)
+    return bool(same_groups or same_lengths)
 
 
 def _steps_without_idle(config: PlanConfig, table: _Table, steps: int) -> tuple[int, bool]:
