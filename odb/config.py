@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from odb.errors import ConfigError
+from odb.plan.cost import validate_cost_fn
 from odb.plan.types import CostFn, PlanConfig
 
 #: Option values by name, first the default.
@@ -119,6 +120,8 @@ class ODBConfig:
         for name, allowed in CHOICES.items():
             _check_choice(name, getattr(self, name), allowed)
         if isinstance(self.cost_fn, (tuple, list)):
+            if len(self.cost_fn) != 3:
+                raise ConfigError(f"cost_fn takes three coefficients (intercept, b, alpha), got {self.cost_fn!r}")
             object.__setattr__(self, "cost_fn", polynomial_cost(*self.cost_fn))
         for name in _CALLABLES:
             value = getattr(self, name)
@@ -126,6 +129,7 @@ class ODBConfig:
                 raise ConfigError(f"{name} must be callable or None, got {value!r}")
         self._check_numbers()
         self._check_combinations()
+        validate_cost_fn(self.plan_config())
 
     def _check_ints(self) -> None:
         for name, least in _MIN_INT.items():
