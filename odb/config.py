@@ -161,6 +161,11 @@ class ODBConfig:
             raise ConfigError("drop_last=True drops the tail, accum_tail='fill' completes it: choose one")
         if self.tail == "drop" and self.accum_tail == "fill":
             raise ConfigError("tail='drop' drops the tail, accum_tail='fill' completes it: choose one")
+        if self.tail == "skip" and self.grad_accum_steps > 1:
+            raise ConfigError(
+                f"tail='skip' leaves out a rank's last micro-steps, so that its gradients of an optimizer step of "
+                f"grad_accum_steps={self.grad_accum_steps} might never be reduced: use tail='filler'"
+            )
         if self.window is not None and self.window < self.grad_accum_steps:
             raise ConfigError(
                 f"window={self.window} samples can't fill grad_accum_steps={self.grad_accum_steps} micro-steps: "
