@@ -105,9 +105,11 @@ class EpochJob:
     dropped: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
     max_held_tokens: int = 0
+    pass_length: int | None = None  # keys of one pass, where passes repeat until a quota is reached
     resume: ResumePoint | None = None
     mark: RoundMark | None = None
     cursor: int = 0
+    _num_refused: int = 0  # records in a row that could not be planned
     _backlog: list[tuple[Record, bool]] = field(default_factory=list)  # and whether it is too large
     _held: dict[int, Record] = field(default_factory=dict)
 
@@ -280,13 +282,20 @@ class EpochJob:
 
     def _is_admitted(self, record: Record, is_large: bool) -> bool:
         """Whether a record may be planned; the others are refused or counted, as the options say."""
+        if record.measure is not None and not is_large:
+            self._num_refused = 0
+            return True
         if record.measure is None:
             self._reject(record)
-            return False
-        if is_large:
+        else:
             self._reject_oversize(record)
-            return False
-        return True
+        self._num_refused += 1
+        if self.pass_length is not None and self._num_refused >= self.pass_length:
+            raise MeasureError(
+                f"a whole pass of {self.pass_length} samples gave none that may be planned ({dict(self.rejected)}), so "
+                f"sample_quota={self.config.sample_quota} can't be reached: mend the dataset or its policies"
+            )
+        return False
 
     def _reject(self, record: Record) -> None:
         if record.rejected == "empty" and self.on_empty == "error":

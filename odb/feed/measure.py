@@ -73,12 +73,13 @@ def _part(sample: Any, key: str, position: int) -> Any:
     if isinstance(sample, (dict, Mapping)):  # asking for dict first spares the slow check of an abstract class
         return sample.get(key)
     if isinstance(sample, (tuple, list)) and not hasattr(sample, key):
-        return sample[position] if len(sample) > position and _is_sequence(sample[position]) else None
+        if position and len(sample) > 2:
+            raise MeasureError(
+                f"can't tell which part of a {type(sample).__name__} of {len(sample)} holds the labels: only (tokens, "
+                "labels) is understood. Give loss_tokens_fn=... (sample -> labels that bear loss)"
+            )
+        return sample[position] if len(sample) > position else None
     return getattr(sample, key, None)
-
-
-def _is_sequence(value: Any) -> bool:
-    return getattr(value, "ndim", None) is not None or isinstance(value, (list, tuple))
 
 
 def default_length(sample: Any) -> int:

@@ -196,6 +196,13 @@ class GuardedDataset(Dataset[Any]):
 
     def __getitems__(self, keys: list[tuple[int, int, Any]]) -> list[Record]:
         """Records of a chunk, in its order; uses the dataset's own `__getitems__` where it has one."""
+        try:
+            return self._records(keys)
+        except StopIteration as error:  # would look like the end of the epoch to whoever iterates the inner loader
+            where = ", ".join(repr(key) for _, _, key in keys[:8])
+            raise RuntimeError(f"the dataset raised StopIteration for one of the indices {where}") from error
+
+    def _records(self, keys: list[tuple[int, int, Any]]) -> list[Record]:
         self._tell_epoch(keys[0][0])
         if hasattr(self.dataset, "__getitems__") and self.reading.on_sample_error == "raise":
             samples = self.dataset.__getitems__([key for _, _, key in keys])
