@@ -105,6 +105,7 @@ class EpochJob:
     dropped: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
     max_held_tokens: int = 0
+    num_keys: int | None = None  # of this epoch on this rank, None where that can't be told
     pass_length: int | None = None  # keys of one pass, where passes repeat until a quota is reached
     resume: ResumePoint | None = None
     mark: RoundMark | None = None
@@ -140,11 +141,11 @@ class EpochJob:
                 state = replace(state, round=state.round + 1, agreement_digest=agreement.digest)
                 continue
             plan = protocol.form(self.config, proposal, agreement, self.exchange.rank)
-            totals = self.exchange.all_reduce_sum(plan.totals, self.poll)
+            totals = self.exchange.all_reduce_sum(plan.totals, self.poll) if agreement.num_steps else plan.totals
             outcome = protocol.conclude(self.config, plan, totals, self.exchange.world_size, self.exchange.rank)
             for identity in outcome.dropped_ids.tolist():
                 del self._held[identity]
-            self.dropped["tail"] += len(outcome.dropped_ids)
+            self.dropped["tail"] += len(outcome.dropped_ids) + (self._num_undrawn() if outcome.ended else 0)
             self.mark = RoundMark(
                 state.step,
                 tuple(s.ids for s in outcome.steps),
@@ -224,8 +225,10 @@ class EpochJob:
 
     def _count_dropped(self, verdict: Verdict, num_held: int) -> None:
         self._held.clear()
-        if num_held:
-            self.dropped["closed" if verdict is Verdict.ALL_CLOSED else "tail"] += num_held
+        if verdict is Verdict.ALL_CLOSED:
+            self.dropped["closed"] += num_held
+        else:
+            self.dropped["tail"] += num_held + self._num_undrawn()
 
     def _wait_for_close(self, agreement: Agreement, closed: bool) -> Iterator[PeersClosed]:
         if not closed:
@@ -241,9 +244,14 @@ class EpochJob:
                 exhausted = True
                 break
             self._use_backlog(taken, need)
+        exhausted = exhausted or self.cursor == self.num_keys  # told a round earlier than by drawing in vain
         held = int(state.window.length.sum()) + sum(r.measure.length for r in taken if r.measure)
         self.max_held_tokens = max(self.max_held_tokens, held)
         return _measures(taken), exhausted
+
+    def _num_undrawn(self) -> int:
+        """Sample views of an epoch that ends by an option before they were drawn."""
+        return self.num_keys - self.cursor if self.num_keys is not None else 0
 
     def _draw(self) -> bool:
         """The next records into the backlog; False when the source is dry."""

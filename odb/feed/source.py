@@ -86,6 +86,11 @@ class Order:
         """Keys of one pass of this rank."""
         return len(self.keys) if self.keys is not None else len(self._share())
 
+    @property
+    def num_keys(self) -> int:
+        """Keys of the whole epoch on this rank, those before `cursor` included."""
+        return self.passes * self.pass_length
+
     def _share(self) -> np.ndarray[Any, Any] | range:
         """This rank's positions in one pass of the common order."""
         if self.levels:
