@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +28,8 @@ from odb import resume
 from odb.collators import PadCollator, PerSample
 from odb.config import OPTION_NAMES, ODBConfig, make_config
 from odb.errors import ConfigError
-from odb.exchange.gloo import GlooAddress
-from odb.exchange.rendezvous import global_rank_and_size, rendezvous
+from odb.exchange.gloo import GlooAddress, report_failure
+from odb.exchange.rendezvous import global_rank_and_size, refuse, rendezvous
 from odb.feed import supervise
 from odb.feed.backend import Backend, InlineBackend, ProcessBackend
 from odb.feed.engine import ResumePoint, RoundMark
@@ -139,6 +140,7 @@ class ODBDataLoader:
         self._last_step = -1
         self._levels: tuple[Level, ...] = ()
         self._order_digest = ""
+        self._sampler_epoch: int | None = None  # what the user's sampler was told last
         self._loaded: State | None = None
         self._has_warned_duplicates = False
         self._has_warned_oversize = False
@@ -177,7 +179,8 @@ class ODBDataLoader:
         start = time.perf_counter()
         backend = self._ensure_backend()
         base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-        order, point = self._resumed(self._make_order())
+        with self._telling_peers():
+            order, point = self._resumed(self._make_order())
         generation = backend.begin(order, base_seed, point)
         self._mark, self._mark_epoch, self._last_step = self._mark_at(order, point)
         self._levels, self._loaded = order.levels, None
@@ -207,15 +210,24 @@ class ODBDataLoader:
             )
             self._loaded = None
         self._epoch = epoch
-        self._mark, self._mark_epoch, self._last_step, self._levels = None, None, -1, ()
+        self._forget_pass()
+        self._tell_samplers(epoch)
+
+    def _tell_samplers(self, epoch: int) -> None:
+        self._sampler_epoch = epoch
         for target in (self._user_sampler, self._user_batch_sampler):  # their own epoch is theirs until told here
             set_epoch(target, epoch)
             set_epoch(getattr(target, "sampler", None), epoch)
 
+    def _forget_pass(self) -> None:
+        """From here on the state is about the pass to come."""
+        self._mark, self._mark_epoch, self._last_step, self._levels = None, None, -1, ()
+
     def state_dict(self) -> State:
         """Where this rank's loader is: behind the last batch that was handed over. Local, JSON, small (see `odb.resume`).
 
-        All ranks save after the same step; each loads its own, or all load `odb.resume.gather(loader)`.
+        All ranks save after the same step; each loads its own, or all load `odb.resume.gather(loader)`. Behind the
+        last batch of an epoch the rest of it is empty; once the loop has ended, the next epoch is what comes.
         """
         if self._loaded is not None:
             return resume.check_state(self._loaded)
@@ -228,7 +240,8 @@ class ODBDataLoader:
             grad_accum_steps=self.config.grad_accum_steps,
             levels=self._levels,
             order_digest=self._order_digest,
-            settings=self._settings(),
+            sampler_epoch=self._sampler_epoch,
+            settings=self._state_settings(),
         )
 
     def load_state_dict(self, state: State) -> None:
@@ -237,25 +250,50 @@ class ODBDataLoader:
         Raises:
             ConfigError: another version, rank, number of ranks, or setting that changes plans; shows both sides.
         """
-        state = resume.check_state(state)
-        rank, world_size = self.rank, self.world_size
-        if "ranks" in state:
-            if len(state["ranks"]) == world_size:
-                state = state["ranks"][rank]
-            elif self._order_kind() == "own" and self.config.join:
-                state = resume.resized(state, rank, world_size)
-            else:
-                raise ConfigError(
-                    f"a state of {len(state['ranks'])} ranks can go on with {world_size} only where odb makes the order "
-                    "itself (map-style dataset, no sampler, join=True): resume on the same number of ranks, or start "
-                    "the epoch anew (set_epoch)"
-                )
-        resume.check_fits(state, rank=rank, world_size=world_size, settings=self._settings())
+        with self._telling_peers():
+            state = self._own_state(resume.check_state(state))
+            resume.check_fits(state, rank=self.rank, world_size=self.world_size, settings=self._state_settings())
         self._epoch = state["epoch"]
-        for target in (self._user_sampler, self._user_batch_sampler):
-            set_epoch(target, self._epoch)
-            set_epoch(getattr(target, "sampler", None), self._epoch)
+        if state["sampler_epoch"] is not None:
+            self._tell_samplers(state["sampler_epoch"])
         self._loaded = state
+
+    def _own_state(self, state: State) -> State:
+        """This rank's part of a state of all ranks; any other state as it is."""
+        if "ranks" not in state:
+            return state
+        saved, world_size = len(state["ranks"]), self.world_size
+        if saved == world_size:
+            own: State = state["ranks"][self.rank]
+            return own
+        if self._order_kind() == "own" and self.config.join:
+            return resume.resized(state, self.rank, world_size)
+        raise ConfigError(
+            f"a state of {saved} ranks can go on with {world_size} only where odb makes the order itself (map-style "
+            "dataset, no sampler, join=True): resume on the same number of ranks, or start the epoch anew (set_epoch)"
+        )
+
+    @contextmanager
+    def _telling_peers(self) -> Iterator[None]:
+        """What goes wrong on this rank alone must not leave the others waiting."""
+        try:
+            yield
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            if self._backend is None:
+                refuse(reason, self.config.dp_rank, self.config.dp_world_size)
+            elif self._address is not None:
+                report_failure(self._address, reason)
+            raise
+
+    def _state_settings(self) -> dict[str, str]:
+        """What must be equal before and after a resume."""
+        if self._order_kind() != "iterable":
+            return self._settings()
+        stream = (
+            f"{self.num_workers} workers, {self._source.chunk} samples a task"  # gives the order in which samples come
+        )
+        return self._settings() | {"stream": stream}
 
     def _settings(self) -> dict[str, str]:
         return self.config.plan_config().signature() | self._data_fingerprint()
@@ -263,7 +301,8 @@ class ODBDataLoader:
     def _resumed(self, order: Order) -> tuple[Order, ResumePoint | None]:
         """The order and the place at which the next epoch starts."""
         keys = order.keys
-        self._order_digest = "" if keys is None else str(digest(repr(list(keys))))
+        plain = keys.tolist() if isinstance(keys, np.ndarray) else keys
+        self._order_digest = "" if plain is None else str(digest(repr(list(plain))))
         state = self._loaded
         if state is None:
             return order, None
@@ -280,7 +319,10 @@ class ODBDataLoader:
             return None, order.epoch, -2
         first = point.state.step - len(point.pending)
         no_totals = np.zeros((len(point.pending), 3), np.int64)
-        mark = RoundMark(first, point.pending, no_totals, point.partial, point.state, point.cursor, point.is_last)
+        marks = np.array([point.stand_in], np.int64)
+        mark = RoundMark(
+            first, point.pending, no_totals, point.partial, point.state, point.cursor, point.is_last, marks
+        )
         return mark, order.epoch, first - 1
 
     @property
@@ -445,6 +487,7 @@ class _EpochIterator:
             stats.first_batch_s = got - self._start
         if delivery is None:
             self._is_over = True
+            self._loader._forget_pass()
             raise StopIteration
         _count_step(stats, delivery.info, delivery.bound)
         if delivery.bound == "oversize":

@@ -8,7 +8,7 @@ step. `gather` makes one state of all ranks' states, which also resumes on anoth
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from odb.exchange.rendezvous import exchange_texts
 from odb.feed.engine import ResumePoint, RoundMark
 from odb.feed.source import Level
 from odb.plan.types import I64, Measures, RoundState
-
-if TYPE_CHECKING:
-    from odb.loader import ODBDataLoader
 
 #: Of the format. A state of another version is refused.
 STATE_VERSION = 1
@@ -35,6 +32,7 @@ _KEYS = frozenset(
         "epoch",
         "step",
         "is_last",
+        "stand_in",
         "round",
         "cursor",
         "pending",
@@ -48,11 +46,26 @@ _KEYS = frozenset(
         "agreement_digest",
         "levels",
         "order_digest",
+        "sampler_epoch",
         "settings",
     }
 )
 
 State = dict[str, Any]
+
+
+class Loader(Protocol):
+    """What `gather` asks of an `ODBDataLoader`."""
+
+    config: Any
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def state_dict(self) -> State: ...
 
 
 def capture(
@@ -65,25 +78,28 @@ def capture(
     grad_accum_steps: int,
     levels: tuple[Level, ...],
     order_digest: str,
+    sampler_epoch: int | None,
     settings: dict[str, str],
 ) -> State:
-    """The state after step `last_step` of an epoch (-1: before its first), from the mark of that step's round."""
+    """The state after step `last_step` of an epoch, from the mark of that step's round (None: before the first)."""
     common: State = {
         "version": STATE_VERSION,
         "rank": rank,
         "world_size": world_size,
-        "levels": [{"cursors": list(one.cursors), "extra": list(one.extra)} for one in levels],
+        "levels": [[list(one.cursors), list(one.extra)] for one in levels],
         "order_digest": order_digest,
+        "sampler_epoch": sampler_epoch,
         "settings": dict(settings),
     }
-    if mark is None or last_step < mark.first_step:
+    if mark is None:
         return common | _point_fields(_fresh(epoch), epoch)
-    num_taken = last_step - mark.first_step + 1
-    if mark.is_last and num_taken >= len(mark.groups):
-        return common | _point_fields(_fresh(epoch + 1), epoch + 1) | {"levels": []}
+    num_taken = max(0, last_step - mark.first_step + 1)
+    pending = mark.groups[num_taken:]
     rows = np.concatenate([mark.partial, mark.totals[:num_taken]])
-    num_partial = len(rows) % grad_accum_steps
-    point = ResumePoint(mark.groups[num_taken:], rows[len(rows) - num_partial :], mark.state, mark.cursor, mark.is_last)
+    num_partial = len(rows) % grad_accum_steps if pending else 0
+    partial = rows[len(rows) - num_partial :]
+    stand_in = int(mark.stand_ins[num_taken])
+    point = ResumePoint(pending, partial, mark.state, mark.cursor, mark.is_last, stand_in)
     return common | _point_fields(point, epoch)
 
 
@@ -97,6 +113,7 @@ def _point_fields(point: ResumePoint, epoch: int) -> State:
         "epoch": epoch,
         "step": state.step - len(point.pending),
         "is_last": point.is_last,
+        "stand_in": point.stand_in,
         "round": state.round,
         "cursor": point.cursor,
         "pending": [ids.tolist() for ids in point.pending],
@@ -134,6 +151,8 @@ def point_of(state: State) -> ResumePoint | None:
         ),
         cursor=state["cursor"],
         is_last=state["is_last"],
+        stand_in=state["stand_in"],
+        is_stream=state["settings"]["shares"] == "iterable",
     )
 
 
@@ -157,7 +176,7 @@ def check_state(state: Any) -> State:
             "version of odb that saved it, or start the epoch anew (set_epoch)"
         )
     if "ranks" in state:
-        return {"version": STATE_VERSION, "ranks": [check_state(one) for one in state["ranks"]]}
+        return merge(state["ranks"])
     missing, unknown = sorted(_KEYS - state.keys()), sorted(state.keys() - _KEYS)
     if missing or unknown:
         raise ConfigError(f"this state is damaged: missing keys {missing}, unknown keys {unknown}")
@@ -182,6 +201,11 @@ def check_fits(state: State, *, rank: int, world_size: int, settings: dict[str, 
             f"this is the state of rank {state['rank']}, loaded on rank {rank}: save and load one state per rank, or "
             "one for all with odb.resume.gather(loader)"
         )
+    if world_size > 1 and state["round"] and settings.get("tail") == repr("skip"):
+        raise ConfigError(
+            "tail='skip' gives ranks different numbers of steps, so that ranks which stop together are at different "
+            "places: such an epoch can't be resumed in its middle. Use tail='filler', or start the epoch anew (set_epoch)"
+        )
     saved = state["settings"]
     differing = [
         k for k in sorted(saved.keys() | settings.keys()) if saved.get(k) != settings.get(k) and k not in _FREE
@@ -203,8 +227,9 @@ def check_order(state: State, order_digest: str) -> None:
     if state["round"] and state["order_digest"] != order_digest:
         raise ConfigError(
             f"the sampler gives another order than when the state was saved (digest {state['order_digest']}, now "
-            f"{order_digest}): seed it (DistributedSampler, or a generator with a fixed seed), or give no sampler, so "
-            "that odb's own order by seed and epoch is used"
+            f"{order_digest}): its order must depend on the epoch alone. Give DistributedSampler, or a sampler that is "
+            "seeded from set_epoch, or no sampler, so that odb's own order by seed and epoch is used; and call set_epoch as "
+            "the interrupted run did"
         )
 
 
@@ -228,7 +253,7 @@ def merge(states: list[State]) -> State:
     return {"version": STATE_VERSION, "ranks": checked}
 
 
-def gather(loader: ODBDataLoader) -> State:
+def gather(loader: Loader) -> State:
     """`merge` of all ranks' states, on every rank. The one collective of this module: call it on all ranks."""
     texts = exchange_texts(json.dumps(loader.state_dict()), loader.rank, loader.world_size, loader.config.timeout_s)
     return merge([json.loads(text) for text in texts])
@@ -241,7 +266,7 @@ def resized(state: State, rank: int, world_size: int) -> State:
     """
     ranks: list[State] = state["ranks"]
     extra = [i for one in ranks for ids in (*one["pending"], one["carry"]) for i in ids]
-    level = {"cursors": [one["cursor"] for one in ranks], "extra": sorted(extra)}
+    level = [[one["cursor"] for one in ranks], sorted(extra)]
     first = ranks[0]
     fresh = _point_fields(_fresh(first["epoch"]), first["epoch"])
     return first | fresh | {"rank": rank, "world_size": world_size, "levels": [*first["levels"], level]}
@@ -249,4 +274,4 @@ def resized(state: State, rank: int, world_size: int) -> State:
 
 def levels_of(state: State) -> tuple[Level, ...]:
     """The interruptions of the state's epoch on other numbers of ranks."""
-    return tuple(Level(tuple(one["cursors"]), tuple(one["extra"])) for one in state["levels"])
+    return tuple(Level(tuple(cursors), tuple(extra)) for cursors, extra in state["levels"])

@@ -57,9 +57,11 @@ LAYERS = (
     ),
     Layer(
         "odb.loader",
-        ("odb.errors", "odb.plan", "odb.exchange", "odb.feed", *BESIDE_THE_LOADER),
+        ("odb.errors", "odb.plan", "odb.exchange", "odb.feed", "odb.resume", *BESIDE_THE_LOADER),
         ("numpy", "torch"),
     ),
+    Layer("odb.resume", ("odb.errors", "odb.plan", "odb.exchange", "odb.feed"), ("numpy",)),
+    Layer("odb.seeding", ("odb.errors",), ("numpy",)),
     Layer("odb.testing", ("odb.errors", "odb.loader", *BESIDE_THE_LOADER), ("numpy", "torch")),
 )
 

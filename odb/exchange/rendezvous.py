@@ -96,6 +96,16 @@ def rendezvous(
     return resolve(records, rank, number, timeout_s, dict(fingerprint or {}))
 
 
+def refuse(reason: str, dp_rank: int | None = None, dp_world_size: int | None = None) -> None:
+    """Tells ranks that will wait for this one's next loader why it does not come. Local; arguments as in `rendezvous`."""
+    if not is_initialised() or dp_world_size == 1 or dist.get_world_size() == 1:
+        return
+    rank = dist.get_rank()
+    own, size = (rank, dist.get_world_size()) if dp_rank is None or dp_world_size is None else (dp_rank, dp_world_size)
+    record = Record(own, size, "", (), error=bounded(reason, 2000))
+    _write(_private.default_store(), f"odb/{next_loader_number()}", rank, record)
+
+
 def is_initialised() -> bool:
     """Whether this process belongs to a default group."""
     return dist.is_available() and dist.is_initialized()
@@ -114,7 +124,8 @@ def exchange_texts(text: str, rank: int, world_size: int, timeout_s: float) -> l
     """
     if world_size == 1 or not is_initialised():
         return [text]
-    store = dist.PrefixStore(f"odb/texts/{next(_texts)}", _private.default_store())
+    number = next(_texts)
+    store = dist.PrefixStore(f"odb/texts/{number}", _private.default_store())
     store.set(str(rank), text)
     missing, deadline = set(range(world_size)), time.monotonic() + timeout_s
     while missing:
@@ -127,6 +138,8 @@ def exchange_texts(text: str, rank: int, world_size: int, timeout_s: float) -> l
             )
         if missing:
             time.sleep(0.02)
+    # Whoever came here has read the texts of the time before: they can go.
+    dist.PrefixStore(f"odb/texts/{number - 1}", _private.default_store()).delete_key(str(rank))
     return [store.get(str(other)).decode() for other in range(world_size)]
 
 

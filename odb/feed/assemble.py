@@ -55,6 +55,10 @@ class Assembler:
         self._has_cheapest = False
         self._has_warned = False
 
+    def forget(self) -> None:
+        """Another epoch, or another place in one: what stands in must not depend on what this process did before."""
+        self._cheapest, self._has_cheapest = None, False
+
     def deliver(self, emission: Emission) -> Delivery | None:
         """The batch of a step; None where this rank is idle and idle steps are skipped (`tail="skip"`)."""
         plan = emission.plan

@@ -7,7 +7,7 @@ world comes in: where records come from, how ranks talk, whether the consumer ha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -58,6 +58,7 @@ class RoundMark:
         state: this rank's state after the round.
         cursor: keys of the rank's order that were used up when the round's window closed.
         is_last: the epoch is over after this round.
+        stand_ins: (T + 1,) identity of the sample that fills in for this rank after 0 to T steps; -1: none yet.
     """
 
     first_step: int
@@ -67,6 +68,7 @@ class RoundMark:
     state: RoundState
     cursor: int
     is_last: bool
+    stand_ins: I64
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,14 @@ class ResumePoint:
     state: RoundState
     cursor: int
     is_last: bool
+    stand_in: int = -1  # see `RoundMark.stand_ins`
+    is_stream: bool = False  # all of it is read again: the stand-in is kept when it passes by
 
     @property
     def head(self) -> tuple[int, ...]:
         """Identities to read first: of the pending steps, then carried ones."""
-        return tuple(i for ids in (*self.pending, self.state.window.ids) for i in ids.tolist())
+        ids = tuple(i for ids in (*self.pending, self.state.window.ids) for i in ids.tolist())
+        return (*ids, self.stand_in) if self.is_stream and self.stand_in >= 0 else ids
 
 
 @dataclass
@@ -105,11 +110,15 @@ class EpochJob:
     dropped: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
     max_held_tokens: int = 0
+    num_keys: int | None = None  # of this epoch on this rank, None where that can't be told
     pass_length: int | None = None  # keys of one pass, where passes repeat until a quota is reached
     resume: ResumePoint | None = None
+    place: int = 0  # digest of where the epoch starts, equal on all ranks
     mark: RoundMark | None = None
     cursor: int = 0
     _num_refused: int = 0  # records in a row that could not be planned
+    stand_in: Record | None = None  # of a resumed stream
+    _last_cheapest: int = -1
     _backlog: list[tuple[Record, bool]] = field(default_factory=list)  # and whether it is too large
     _held: dict[int, Record] = field(default_factory=dict)
 
@@ -118,11 +127,10 @@ class EpochJob:
 
         After a `PeersClosed` the consumer must close this rank's side too, or give up with an error; the loop waits.
         """
-        state = RoundState.start(self.epoch)
+        state = replace(RoundState.start(self.epoch), agreement_digest=self.place)
         if self.resume is not None:
-            yield from self._replay(self.resume)
-            state = self._resumed_state(self.resume)
-            if self.resume.is_last:
+            state, is_over = yield from self._replay(self.resume)
+            if is_over:
                 return
         while True:
             arrivals, exhausted = self._gather(state)
@@ -140,11 +148,11 @@ class EpochJob:
                 state = replace(state, round=state.round + 1, agreement_digest=agreement.digest)
                 continue
             plan = protocol.form(self.config, proposal, agreement, self.exchange.rank)
-            totals = self.exchange.all_reduce_sum(plan.totals, self.poll)
+            totals = self.exchange.all_reduce_sum(plan.totals, self.poll) if agreement.num_steps else plan.totals
             outcome = protocol.conclude(self.config, plan, totals, self.exchange.world_size, self.exchange.rank)
             for identity in outcome.dropped_ids.tolist():
                 del self._held[identity]
-            self.dropped["tail"] += len(outcome.dropped_ids)
+            self.dropped["tail"] += len(outcome.dropped_ids) + (self._num_undrawn() if outcome.ended else 0)
             self.mark = RoundMark(
                 state.step,
                 tuple(s.ids for s in outcome.steps),
@@ -153,6 +161,7 @@ class EpochJob:
                 outcome.state,
                 self.cursor,
                 outcome.ended,
+                self._stand_ins(outcome.steps),
             )
             yield from self._emit(outcome.steps)
             state = outcome.state
@@ -164,26 +173,54 @@ class EpochJob:
             records = [self._held.pop(identity) for identity in step.ids.tolist()]
             yield Emission(step, [r.sample for r in records], [r.measure for r in records])
 
-    def _replay(self, point: ResumePoint) -> Iterator[Emission]:
-        """The steps that were agreed on before the state was saved, with the same groups; totals are agreed on again."""
-        self.cursor = point.cursor
+    def _stand_ins(self, steps: tuple[StepPlan, ...]) -> I64:
+        """See `RoundMark.stand_ins`: the first of the shortest samples of the last real group."""
+        out = [self._last_cheapest]
+        for step in steps:
+            ids = step.ids.tolist()
+            out.append(min(ids, key=self._length_of) if ids else out[-1])
+        self._last_cheapest = out[-1]
+        return np.array(out, np.int64)
+
+    def _length_of(self, identity: int) -> int:
+        measure = self._held[identity].measure
+        assert measure is not None
+        return measure.length
+
+    def _replay(self, point: ResumePoint) -> Generator[Emission, None, tuple[RoundState, bool]]:
+        """The steps that were agreed on before the state was saved, with the same groups; totals are agreed on again.
+
+        Where samples came out longer than they were, what is too much in a group is carried into the next round.
+        Returns the state after these steps, and whether the epoch is over.
+        """
+        self.cursor, self._last_cheapest = point.cursor, point.stand_in
         self._read_head(point)
         self._check_same_place(point)
-        groups = tuple(np.array([i for i in ids.tolist() if i in self._held], np.int64) for ids in point.pending)
-        window = _measures([self._held[i] for ids in groups for i in ids.tolist()])
-        ends = np.cumsum([0, *map(len, groups)])
-        slots = tuple(np.arange(a, b) for a, b in pairwise(ends.tolist()))
-        totals = np.array(
-            [(len(s), window.length[s].sum(), window.loss_tokens[s].sum()) for s in slots], np.int64
-        ).reshape(len(slots), 3)
-        all_totals = self.exchange.all_reduce_sum(totals, self.poll)
+        window, slots = self._pending(point)
+        slots, left, totals = protocol.refit(self.config, window, slots)
+        planned, kept = sum(map(len, point.pending)), sum(map(len, slots))
+        extra = np.array([[planned - kept, len(left), 0]], np.int64)  # counts over all ranks, in the same exchange
+        sums = self.exchange.all_reduce_sum(np.concatenate([totals, extra]), self.poll)
+        all_totals, (all_missing, all_left, _) = sums[:-1], sums[-1].tolist()
+        state = self._resumed_state(point, window.take(left), planned - kept, all_missing)
         steps = protocol.replayed(
-            self.config, point.state, window, slots, point.partial, all_totals, self.exchange.world_size
+            self.config, state, window, slots, point.partial, all_totals, self.exchange.world_size
         )
+        is_short = all_missing > 0 and self.config.sample_quota is not None
+        is_over = point.is_last and not all_left and not is_short
         if steps:
-            first = steps[0].step
-            self.mark = RoundMark(first, groups, all_totals, point.partial, point.state, point.cursor, point.is_last)
+            groups = tuple(step.ids for step in steps)
+            marks = self._stand_ins(steps)
+            self.mark = RoundMark(steps[0].step, groups, all_totals, point.partial, state, point.cursor, is_over, marks)
         yield from self._emit(steps)
+        return state, is_over
+
+    def _pending(self, point: ResumePoint) -> tuple[Measures, tuple[I64, ...]]:
+        """The samples of pending steps as they are measured now, and each step's positions among them."""
+        groups = [[i for i in ids.tolist() if i in self._held] for ids in point.pending]
+        window = _measures([self._held[i] for ids in groups for i in ids])
+        ends = np.cumsum([0, *map(len, groups)]).tolist()
+        return window, tuple(np.arange(a, b) for a, b in pairwise(ends))
 
     def _check_same_place(self, point: ResumePoint) -> None:
         """All ranks must resume from states that were saved after the same step."""
@@ -192,7 +229,13 @@ class EpochJob:
             self.config, replace(here, window=Measures.empty(), age=_NO_IDS), Measures.empty(), exhausted=True
         ).report
         place = digest(repr((point.state.agreement_digest, len(point.pending), point.partial.tolist())))
-        self._agree(protocol.encode(replace(report, config_digest=self.config_digest, agreement_digest=place)))
+        try:
+            self._agree(protocol.encode(replace(report, config_digest=self.config_digest, agreement_digest=place)))
+        except DisagreementError as error:
+            raise DisagreementError(
+                f"the ranks can't resume together: each must load the state that was saved after the same step. {error}",
+                error.ranks,
+            ) from None
 
     def _read_head(self, point: ResumePoint) -> None:
         missing = set(point.head)
@@ -204,15 +247,24 @@ class EpochJob:
                 break
             del self._backlog[0]
             missing.discard(record.id)
-            if self._is_admitted(record, is_large):
+            if point.is_stream and record.id == point.stand_in:
+                self.stand_in = record
+            elif self._is_admitted(record, is_large):
                 self._held[record.id] = record
 
-    def _resumed_state(self, point: ResumePoint) -> RoundState:
-        """The state after the replayed steps, its window measured anew."""
-        window = point.state.window
+    def _resumed_state(self, point: ResumePoint, left: Measures, missing: int, all_missing: int) -> RoundState:
+        """The state after the replayed steps: its window measured anew, and with it what had to leave its group."""
+        state, window = point.state, point.state.window
         here = [k for k, i in enumerate(window.ids.tolist()) if i in self._held]
-        records = [self._held[int(window.ids[k])] for k in here]
-        return replace(point.state, window=_measures(records), age=point.state.age[here])
+        carried = _measures([self._held[int(window.ids[k])] for k in here])
+        overdue = np.full(len(left), self.config.max_age, np.int64)
+        return replace(
+            state,
+            window=Measures.concat([left, carried]),
+            age=np.concatenate([overdue, state.age[here]]),
+            emitted_samples=state.emitted_samples - missing,
+            all_emitted_samples=state.all_emitted_samples - all_missing,
+        )
 
     def _agree(self, row: np.ndarray[Any, Any]) -> Agreement:
         rows = self.exchange.all_gather(row, self.poll)
@@ -224,8 +276,10 @@ class EpochJob:
 
     def _count_dropped(self, verdict: Verdict, num_held: int) -> None:
         self._held.clear()
-        if num_held:
-            self.dropped["closed" if verdict is Verdict.ALL_CLOSED else "tail"] += num_held
+        if verdict is Verdict.ALL_CLOSED:
+            self.dropped["closed"] += num_held
+        else:
+            self.dropped["tail"] += num_held + self._num_undrawn()
 
     def _wait_for_close(self, agreement: Agreement, closed: bool) -> Iterator[PeersClosed]:
         if not closed:
@@ -241,9 +295,14 @@ class EpochJob:
                 exhausted = True
                 break
             self._use_backlog(taken, need)
+        exhausted = exhausted or self.cursor == self.num_keys  # told a round earlier than by drawing in vain
         held = int(state.window.length.sum()) + sum(r.measure.length for r in taken if r.measure)
         self.max_held_tokens = max(self.max_held_tokens, held)
         return _measures(taken), exhausted
+
+    def _num_undrawn(self) -> int:
+        """Sample views of an epoch that ends by an option before they were drawn."""
+        return self.num_keys - self.cursor if self.num_keys is not None else 0
 
     def _draw(self) -> bool:
         """The next records into the backlog; False when the source is dry."""

@@ -18,6 +18,7 @@ from odb.feed.measure import Measurer
 from odb.feed.messages import Counts
 from odb.feed.source import Inbox, Order, Record, Source, SourceConfig, seeded
 from odb.plan.types import PlanConfig
+from odb.plan.wire import digest
 
 _SLICE_S = 0.2
 
@@ -125,7 +126,12 @@ class Node:
         self.feed: DirectFeed | ThreadFeed | None = None
 
     def _first_sample(self) -> Any:
-        record = self.source.first_record()
+        """What fills in for a rank that had no group yet: in a resumed epoch the sample that did before."""
+        record = None
+        if self.job is not None and self.job.resume is not None and self.job.resume.stand_in >= 0:
+            record = self.job.stand_in or self.source.record_again(self.job.resume.stand_in)
+        if record is None or record.measure is None:
+            record = self.source.first_record()
         return None if record is None else record.sample
 
     def connect(self) -> Exchange:
@@ -139,6 +145,8 @@ class Node:
         self, order: Order, base_seed: int, is_closed: Callable[[], bool], resume: ResumePoint | None = None
     ) -> Iterator[Any]:
         """Starts an epoch; yields its deliveries (and `PeersClosed`) in order."""
+        if resume is not None or not self.spec.source.is_iterable:
+            self.assembler.forget()
         self.source.begin(order, seeded(base_seed, order.rank))
         exchange = self.connect()  # only now: the workers start meanwhile
         threaded = self.spec.source.num_workers > 0
@@ -154,7 +162,9 @@ class Node:
             explain=exchange.explain_disagreement,
             on_empty=self.spec.options.on_empty,
             resume=resume,
+            num_keys=None if self.spec.source.is_iterable or not order.passes else order.num_keys,
             pass_length=None if order.passes else order.pass_length,
+            place=digest(repr(order.levels)) if order.levels else 0,
         )
         probe, self._probe_due = self._probe_due, False
         return deliveries(self.job.steps(), self.assembler, warmup_probe=probe, is_closed=is_closed)

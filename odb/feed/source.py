@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +86,11 @@ class Order:
         """Keys of one pass of this rank."""
         return len(self.keys) if self.keys is not None else len(self._share())
 
+    @property
+    def num_keys(self) -> int:
+        """Keys of the whole epoch on this rank, those before `cursor` included."""
+        return self.passes * self.pass_length
+
     def _share(self) -> np.ndarray[Any, Any] | range:
         """This rank's positions in one pass of the common order."""
         if self.levels:
@@ -148,15 +153,17 @@ class IndexSource:
 
 def _head_keys(order: Order) -> Iterator[tuple[int, int, Any]]:
     """The identities of `order.head` and their dataset indices, pass by pass as they are asked for."""
-    passes: dict[int, dict[int, Any]] = {}
-    per_pass = order.pass_length * order.world_size if order.keys is not None else order.num_samples
+    passes: dict[int, np.ndarray[Any, Any]] = {}
+    per_pass = len(order.keys) * order.world_size if order.keys is not None else order.num_samples
     for identity in order.head:
-        number = identity // per_pass
-        if number not in passes:
-            ids, keys = order.pass_keys(number)
-            plain = keys.tolist() if isinstance(keys, np.ndarray) else keys
-            passes[number] = dict(zip(ids.tolist(), plain, strict=True))
-        yield order.epoch, identity, passes[number][identity]
+        number, position = divmod(identity, per_pass)
+        if order.keys is not None:
+            key = order.keys[position // order.world_size]
+        else:
+            if number not in passes:
+                passes[number] = permutation(order, number)
+            key = passes[number][position]
+        yield order.epoch, identity, key.item() if isinstance(key, np.generic) else key
 
 
 @dataclass(frozen=True)
@@ -297,6 +304,11 @@ class SourceConfig:
     timeout: float = 0
 
     @property
+    def chunk(self) -> int:
+        """The most samples that a worker makes in one task."""
+        return min(MAX_CHUNK, max(1, self.prefetch_samples)) if self.num_workers else 1
+
+    @property
     def is_iterable(self) -> bool:
         """Whether the dataset has an order of its own."""
         return isinstance(self.dataset, IterableDataset)
@@ -308,7 +320,7 @@ class Source:
     def __init__(self, config: SourceConfig, collate_pid: int, use_signal: bool) -> None:
         self.config = config
         workers = config.num_workers
-        chunk = min(MAX_CHUNK, max(1, config.prefetch_samples)) if workers else 1
+        chunk = config.chunk
         self.index_source = IndexSource(chunk, ramp=2 * max(1, workers))
         self._generator = torch.Generator()
         self._iterator: Iterator[Any] | None = None
@@ -395,6 +407,12 @@ class Source:
             if record.measure is not None:
                 return record
         return None
+
+    def record_again(self, identity: int) -> Record | None:
+        """A sample of this epoch's order once more, read in this process; None for an iterable dataset."""
+        if self.config.is_iterable:
+            return None
+        return self.guarded.__getitems__(list(_head_keys(replace(self.index_source.order, head=(identity,)))))[0]
 
     def close(self) -> None:
         """Ends the workers."""

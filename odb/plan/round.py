@@ -43,6 +43,7 @@ __all__ = [
     "form",
     "oversize",
     "propose",
+    "refit",
     "replayed",
     "settle",
     "validate_cost_fn",
@@ -261,6 +262,33 @@ def conclude(config: PlanConfig, plan: Plan, all_totals: I64, world_size: int, r
     state = _next_state(plan, carry, num_steps, all_totals[:num_steps])
     steps = _steps(config, plan, all_totals[:num_steps], world_size)
     return Outcome(steps, state, ended, proposal.window.ids[np.sort(dropped)])
+
+
+def refit(config: PlanConfig, window: Measures, slots: tuple[I64, ...]) -> tuple[tuple[I64, ...], I64, I64]:
+    """Makes groups that were planned with other lengths keep the bounds: what is too much in a group leaves it.
+
+    Args:
+        config: as for planning.
+        window: measures as they are now.
+        slots: positions in `window` of each group, empty where this rank is idle.
+
+    Returns:
+        the slots, positions that left their group (ascending), and the (len(slots), 3) totals of what is left. Groups
+        that keep the bounds stay as they are; of others the part with the most samples stays.
+    """
+    kept = tuple(_within_bounds(config, window, positions) for positions in slots)
+    left = np.setdiff1d(np.concatenate([*slots, _NONE]), np.concatenate([*kept, _NONE]), assume_unique=True)
+    return kept, left, _totals(window, kept)
+
+
+def _within_bounds(config: PlanConfig, window: Measures, positions: I64) -> I64:
+    samples = Sorted.of(window.take(positions), config)
+    cost = group_cost(np.array([len(positions)]), samples.padded[:1], config)
+    patches = config.max_patches is not None and samples.patches.sum() > config.max_patches
+    if len(positions) < 2 or not (patches or cost[0] > config.token_budget):
+        return positions
+    parts = group.slices(samples, group.greedy(samples, config))
+    return positions[max(parts, key=len)]
 
 
 def replayed(
