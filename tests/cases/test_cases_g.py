@@ -264,7 +264,8 @@ def lambdas(rank: int, world_size: int) -> list[tuple[str, str, str, str, float]
             "cost_fn",
             "filler_fn",
         ):
-            options: dict[str, Any] = {name: lambda *args: 1, "num_workers": 1, "multiprocessing_context": method}
+            fn = (lambda rows, width: rows * width) if name == "cost_fn" else (lambda *args: 1)
+            options: dict[str, Any] = {name: fn, "num_workers": 1, "multiprocessing_context": method}
             start = time.monotonic()
             try:
                 with odb.ODBDataLoader(LengthsDataset([5] * 4), token_budget=10, **options) as loader:
