@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -41,6 +42,7 @@ SHM = Path("/dev/shm")
 SETTLE_S = 5.0  # how long what a test started may take to go
 START_S = 60.0
 _TRACKER_S = 3.0
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 _INFRASTRUCTURE = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -98,7 +100,7 @@ def run_ranks(
         AssertionError: something was left behind.
     """
     world = _worlds.get(world_size)
-    before = shm_files()
+    before = shm_files(world.viewer)
     try:
         results = world.run(fn, args, timeout)
         if check:
@@ -179,32 +181,31 @@ def _is_tracker(pid: int) -> bool:
     return _INFRASTRUCTURE[0] in " ".join(psutil.Process(pid).cmdline())
 
 
-def shm_files() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir(SHM)) if SHM.exists() else set()
+def shm_files(pid: int | None = None) -> set[str]:
+    """Names in /dev/shm, as a process sees it (`own_shm` gives processes one of their own)."""
+    folder = SHM if pid is None else Path(f"/proc/{pid}/root{SHM}")
+    return set(os.listdir(folder)) if folder.exists() else set()
 
 
-def leaked_shm_files(before: set[str], pids: set[int]) -> set[str]:
-    """Files new in /dev/shm; not those that tell another maker's pid, nor those in use by programs beside this one."""
+def leaked_shm_files(before: set[str], pids: set[int], viewer: int | None = None) -> set[str]:
+    """Files new in `viewer`'s /dev/shm; one whose name tells its maker's pid counts only if that process was ours."""
     leaked = set()
-    for name in shm_files() - before:
+    for name in shm_files(viewer) - before:
         told = re.match(r"torch_(\d+)_", name)
-        if int(told[1]) in pids if told else not _foreign_users(name):
+        if told is None or int(told[1]) in pids:
             leaked.add(name)
     return leaked
 
 
-def _foreign_users(name: str) -> list[int]:
-    """Living processes without a marker of ours that have a file of /dev/shm mapped."""
-    users = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            is_marked = f"{MARKER}=".encode() in Path(entry.path, "environ").read_bytes()
-            if not is_marked and f"{SHM}/{name}" in Path(entry.path, "maps").read_text():
-                users.append(int(entry.name))
-    return users
+def own_shm() -> None:
+    """Gives this process and its children a /dev/shm of their own where that is allowed; else they share the host's.
+
+    Otherwise what other programs leave there could not be told from what the tests leave.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) == 0:
+        libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+        libc.mount(b"tmpfs", str(SHM).encode(), b"tmpfs", 0, b"mode=1777")
 
 
 def wait_until(condition: Callable[[], Any], seconds: float, interval: float = 0.02) -> bool:
@@ -246,6 +247,7 @@ class _World:
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=nursery.folder))
         self.pids, self.connections = nursery.fork(world_size, self.folder)
         self.seen_pids: set[int] = set(self.pids)
+        self.viewer = nursery.process.pid
         port = self.connections[0].recv()
         for connection in self.connections[1:]:
             connection.send(port)
@@ -286,8 +288,12 @@ class _World:
         if not wait_until(lambda: not left(), SETTLE_S):
             stacks = "".join(describe(pid) for pid in left())
             raise AssertionError(f"processes outlived the run by {SETTLE_S} s:\n{stacks}\n{self.story({})}")
-        if not wait_until(lambda: not leaked_shm_files(shm_before, self.seen_pids), SETTLE_S):
-            raise AssertionError(f"left in /dev/shm: {sorted(leaked_shm_files(shm_before, self.seen_pids))[:10]}")
+
+        def files() -> set[str]:
+            return leaked_shm_files(shm_before, self.seen_pids, self.viewer)
+
+        if not wait_until(lambda: not files(), SETTLE_S):
+            raise AssertionError(f"left in /dev/shm: {sorted(files())[:10]}")
 
     def stacks(self) -> str:
         """Stacks of all threads of all processes of this world."""
@@ -440,6 +446,7 @@ def _nursery_main(address: str) -> None:
     import torch.utils.data
 
     torch.set_num_threads(1)
+    own_shm()
     control = Client(address, family="AF_UNIX")
     gc.freeze()
     while True:
@@ -654,7 +661,7 @@ def wait_for_line(running: Script, text: str, count: int = 1, timeout: float = 6
         raise AssertionError(f"{count} lines with {text!r} did not come within {timeout} s\n{stacks}\n{running.output}")
 
 
-def run_script(code: str, nproc: int = 0, timeout: float = 60.0, **env: str) -> Script:
+def run_script(code: str, nproc: int = 0, timeout: float = 100.0, **env: str) -> Script:
     """Runs a program to its end; see `script`. Fails if it does not end in time or leaves a process behind."""
     with script(code, nproc, timeout + 2 * SETTLE_S, **env) as running:
         finish(running, timeout)

@@ -14,7 +14,7 @@ import ranks
 import torch
 import torch.distributed as dist
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def summed(rank: int, world_size: int, offset: int) -> tuple[int, int, int]:

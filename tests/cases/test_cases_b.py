@@ -12,7 +12,7 @@ from scenarios import Spec, iterate, log_normal
 import odb
 from odb.testing import LengthsDataset, assert_each_once, assert_steps_aligned, assert_within_budget, collate, record
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def inline(spec: Spec) -> list:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import odb
 from odb.testing import IGNORE_INDEX, LengthsDataset, assert_each_once, collate, seen
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 #: Two samples of 100 tokens with 1 and 99 labels that bear loss: the first label of a row is never predicted.
 UNEVEN = Spec([100, 100], token_budget=100, data={"prompt_fraction": [0.99, 0.0]})

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import odb
 from odb.testing import Seen, assert_each_once, collate, make_sample, record
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def batches(steps: list[Seen]) -> list[tuple[int, ...]]:
@@ -76,13 +76,14 @@ def orders(rank: int, world_size: int, dataset: Any, options: dict[str, Any]) ->
 @pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize("kind", [EpochDataset, EpochStream])
 def test_f01_set_epoch_reaches_workers_that_persist(kind: Any, persistent: bool) -> None:
-    options = {"persistent_workers": persistent} | ({} if kind is EpochStream else {"shuffle": True})
+    options = {"persistent_workers": persistent, "window": 16} | ({} if kind is EpochStream else {"shuffle": True})
     ((zero, one, zero_again, fresh_one),) = ranks.values(1, orders, kind(64), options)
     for steps in (zero, one, zero_again, fresh_one):
         assert_each_once([steps], range(64))
     assert batches(zero) == batches(zero_again)
     assert batches(one) == batches(fresh_one)
-    assert batches(zero) != batches(one)
+    # Not only in another order in time, but of other samples: the order in which they were read differs.
+    assert set(map(frozenset, batches(zero))) != set(map(frozenset, batches(one)))
 
 
 def told_epochs(rank: int, world_size: int) -> list[set[int]]:

@@ -29,7 +29,7 @@ from odb.testing import (
     record,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def shards(sizes: list[int], mean: float, seed: int, **changes: Any) -> Spec:

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import odb
 from odb.testing import LengthsDataset, Seen, assert_each_once, assert_steps_aligned, collate, make_sample, record, seen
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 LENGTHS = log_normal(40, 12, 0.6, 2, 60, seed=8)
 SPEC = Spec(LENGTHS, 100, options={"window": 16})
@@ -127,7 +127,7 @@ def test_an_exception_in_the_training_loop_leaves_a_usable_loader() -> None:
 
 def forget(rank: int, world_size: int, how: str) -> tuple[int, int, bool]:
     """Processes while an epoch is open, and after the loader is given up; whether the object is gone."""
-    loader = SPEC.but(num_workers=2).loader(rank, world_size)
+    loader = SPEC.but(lengths=[10] * 4000, num_workers=2).loader(rank, world_size)
     batches = iter(loader)
     next(batches)
     during, alive = len(children()), weakref.ref(loader)

@@ -23,7 +23,7 @@ from odb.testing import (
     record,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 LENGTHS = log_normal(40, 12, 0.6, 2, 60, seed=8)
 
