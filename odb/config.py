@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from odb.errors import ConfigError
+from odb.plan.cost import validate_cost_fn
 from odb.plan.types import CostFn, PlanConfig
 
 #: Option values by name, first the default.
@@ -119,6 +120,8 @@ class ODBConfig:
         for name, allowed in CHOICES.items():
             _check_choice(name, getattr(self, name), allowed)
         if isinstance(self.cost_fn, (tuple, list)):
+            if len(self.cost_fn) != 3:
+                raise ConfigError(f"cost_fn takes three coefficients (intercept, b, alpha), got {self.cost_fn!r}")
             object.__setattr__(self, "cost_fn", polynomial_cost(*self.cost_fn))
         for name in _CALLABLES:
             value = getattr(self, name)
@@ -126,6 +129,7 @@ class ODBConfig:
                 raise ConfigError(f"{name} must be callable or None, got {value!r}")
         self._check_numbers()
         self._check_combinations()
+        validate_cost_fn(self.plan_config())
 
     def _check_ints(self) -> None:
         for name, least in _MIN_INT.items():
@@ -157,6 +161,11 @@ class ODBConfig:
             raise ConfigError("drop_last=True drops the tail, accum_tail='fill' completes it: choose one")
         if self.tail == "drop" and self.accum_tail == "fill":
             raise ConfigError("tail='drop' drops the tail, accum_tail='fill' completes it: choose one")
+        if self.tail == "skip" and self.grad_accum_steps > 1:
+            raise ConfigError(
+                f"tail='skip' leaves out a rank's last micro-steps, so that its gradients of an optimizer step of "
+                f"grad_accum_steps={self.grad_accum_steps} might never be reduced: use tail='filler'"
+            )
         if self.window is not None and self.window < self.grad_accum_steps:
             raise ConfigError(
                 f"window={self.window} samples can't fill grad_accum_steps={self.grad_accum_steps} micro-steps: "

@@ -150,13 +150,21 @@ class Node:
             exchange=exchange,
             config_digest=self.spec.config_digest,
             is_closed=is_closed,
-            poll=self.poll,
+            poll=self._poll_and_check,
             explain=exchange.explain_disagreement,
             on_empty=self.spec.options.on_empty,
             resume=resume,
+            num_keys=None if self.spec.source.is_iterable or not order.passes else order.num_keys,
+            pass_length=None if order.passes else order.pass_length,
         )
         probe, self._probe_due = self._probe_due, False
         return deliveries(self.job.steps(), self.assembler, warmup_probe=probe, is_closed=is_closed)
+
+    def _poll_and_check(self) -> None:
+        """Reacts to the caller, and to a peer's failure also while this rank draws and is in no collective."""
+        self.poll()
+        if self.exchange is not None:
+            self.exchange.check()
 
     def counts(self) -> Counts:
         """The running counts of the epoch."""

@@ -29,7 +29,7 @@ def group_cost(rows: I64, padded_len: I64, config: PlanConfig) -> I64:
     """
     if config.cost_fn is None:
         return rows * padded_len
-    rows, padded_len = np.broadcast_arrays(rows, padded_len)
+    rows, padded_len = (array.copy() for array in np.broadcast_arrays(rows, padded_len))
     raw = np.asarray(config.cost_fn(rows, padded_len))
     _check_costs(raw, rows.shape)
     return raw.astype(np.int64) if raw.dtype.kind in "iu" else np.ceil(raw).astype(np.int64)

@@ -13,7 +13,7 @@ Conventions, valid for the whole of `odb.plan`:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -80,7 +80,9 @@ class PlanConfig:
         out = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if callable(value):  # identity differs between processes, the name does not
+            if is_dataclass(value):  # its text holds what it does
+                value = repr(value)
+            elif callable(value):  # identity differs between processes, the name does not
                 value = (
                     f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
                 )
