@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -62,6 +63,7 @@ LOADER_NAMES = (
     "in_order",
 )
 _DEFAULT_PREFETCH = 64
+_MAX_UNSIZED_KEYS = 1 << 25
 
 
 class ODBDataLoader:
@@ -140,6 +142,7 @@ class ODBDataLoader:
         self._order_digest = ""
         self._loaded: State | None = None
         self._has_warned_duplicates = False
+        self._has_warned_oversize = False
         self._context = multiprocessing_context
         self._source = SourceConfig(
             dataset=dataset,
@@ -199,7 +202,9 @@ class ODBDataLoader:
             raise ConfigError(f"set_epoch needs an integer >= 0, got {epoch!r}")
         if self._loaded is not None and self._loaded["epoch"] != epoch:
             logger.warning(
-                "set_epoch(%d) gives up the loaded state of epoch %d: the next pass starts anew", epoch, self._loaded["epoch"]
+                "set_epoch(%d) gives up the loaded state of epoch %d: the next pass starts anew",
+                epoch,
+                self._loaded["epoch"],
             )
             self._loaded = None
         self._epoch = epoch
@@ -378,7 +383,22 @@ class ODBDataLoader:
                 num_samples=len(self.dataset), shuffle=self._shuffle, seed=self.config.seed, passes=passes, **common
             )
         self._warn_of_duplicates(world)
-        return Order(keys=_materialised(self._user_sampler, self._user_batch_sampler), passes=passes, **common)
+        return Order(keys=self._keys(), passes=passes, **common)
+
+    def _warn_of_oversize(self, info: ODBStepInfo) -> None:
+        if not self._has_warned_oversize:
+            self._has_warned_oversize = True
+            logger.warning(
+                "sample %s has %d padded tokens, more than token_budget=%d allows: such samples go alone (said once; "
+                "stats().bound_by['oversize'] counts them). on_oversize='skip' or 'error' treats them otherwise",
+                *info.sample_ids,
+                info.padded_tokens,
+                self.config.token_budget,
+            )
+
+    def _keys(self) -> Any:
+        plan = self.config.plan_config()
+        return _materialised(self._user_sampler, self._user_batch_sampler, self.config.sample_quota, plan.window)
 
     def _warn_of_duplicates(self, world: int) -> None:
         plain = isinstance(self._user_sampler, (RandomSampler, SequentialSampler))
@@ -436,6 +456,8 @@ class _EpochIterator:
             self._is_over = True
             raise StopIteration
         _count_step(stats, delivery.info, delivery.bound)
+        if delivery.bound == "oversize":
+            self._loader._warn_of_oversize(delivery.info)
         self._loader._last_step = max(self._loader._last_step, delivery.info.step)
         if not self._attach:
             return delivery.batch, delivery.info
@@ -535,10 +557,20 @@ def _pinner(pin_memory: bool) -> Callable[[Any], Any] | None:
     return torch.Tensor.pin_memory
 
 
-def _materialised(sampler: Any, batch_sampler: Any) -> Any:
-    """A sampler's pass as an array where it gives integers, else as a list."""
+def _materialised(sampler: Any, batch_sampler: Any, quota: int | None, window: int) -> Any:
+    """A sampler's pass as an array where it gives integers, else as a list. An endless one needs a quota."""
     source = sampler if sampler is not None else (key for batch in batch_sampler for key in batch)
-    keys = list(source)
+    is_bounded = hasattr(sampler if sampler is not None else batch_sampler, "__len__")
+    if is_bounded:
+        keys = list(source)
+    else:  # with a quota nobody needs more than that and what is held: a further pass begins anew
+        limit = _MAX_UNSIZED_KEYS if quota is None else quota + 2 * window
+        keys = list(itertools.islice(source, limit))
+        if quota is None and len(keys) == limit:
+            raise ConfigError(
+                f"the sampler has no __len__ and gave more than {limit} indices: an endless sampler needs join=False and "
+                "sample_quota=..., which says when an epoch is over"
+            )
     if keys and all(type(key) is int for key in keys):
         return np.asarray(keys, np.int64)
     return keys

@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, settings
 # One thread per process: the multi-process tests share few cores. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A TCP store's client looks up the name of ::ffff:127.0.0.1; a name server that drops the question costs five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Same examples in every run, so that a red run can be repeated; `HYPOTHESIS_PROFILE=explore` looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])

@@ -40,6 +40,7 @@ MARKER = "ODB_TEST_MARKER"
 SHM = Path("/dev/shm")
 SETTLE_S = 5.0  # how long what a test started may take to go
 START_S = 60.0
+_TRACKER_S = 3.0
 _INFRASTRUCTURE = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -124,10 +125,10 @@ def values(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float =
 # ---- processes and files
 
 
-def children_of(pid: int) -> list[int]:
-    """Pids of all living descendants of a process, the helpers of `multiprocessing` itself left out."""
+def children_of(pid: int, recursive: bool = True) -> list[int]:
+    """Pids of a process's living descendants (or children alone), the helpers of `multiprocessing` itself left out."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        found = psutil.Process(pid).children(recursive=True)
+        found = psutil.Process(pid).children(recursive=recursive)
         return [child.pid for child in found if is_alive(child.pid) and not _is_infrastructure(child)]
     return []
 
@@ -164,13 +165,18 @@ def marked_pids(marker: str) -> set[int]:
 
 
 def kill_marked(marker: str) -> None:
-    """Ends every process that carries the marker."""
-    deadline = time.monotonic() + SETTLE_S
-    while (pids := marked_pids(marker) - {os.getpid()}) and time.monotonic() < deadline:
+    """Ends every process that carries the marker; resource trackers may first remove what the others left behind."""
+    start = time.monotonic()
+    while (pids := marked_pids(marker) - {os.getpid()}) and time.monotonic() < start + SETTLE_S + _TRACKER_S:
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if time.monotonic() > start + _TRACKER_S or not _is_tracker(pid):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def _is_tracker(pid: int) -> bool:
+    return _INFRASTRUCTURE[0] in " ".join(psutil.Process(pid).cmdline())
 
 
 def shm_files() -> set[str]:
@@ -179,13 +185,26 @@ def shm_files() -> set[str]:
 
 
 def leaked_shm_files(before: set[str], pids: set[int]) -> set[str]:
-    """Files new in /dev/shm; one whose name tells its maker's pid counts only if that process was ours."""
+    """Files new in /dev/shm; not those that tell another maker's pid, nor those in use by programs beside this one."""
     leaked = set()
     for name in shm_files() - before:
         told = re.match(r"torch_(\d+)_", name)
-        if told is None or int(told[1]) in pids:
+        if int(told[1]) in pids if told else not _foreign_users(name):
             leaked.add(name)
     return leaked
+
+
+def _foreign_users(name: str) -> list[int]:
+    """Living processes without a marker of ours that have a file of /dev/shm mapped."""
+    users = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            is_marked = f"{MARKER}=".encode() in Path(entry.path, "environ").read_bytes()
+            if not is_marked and f"{SHM}/{name}" in Path(entry.path, "maps").read_text():
+                users.append(int(entry.name))
+    return users
 
 
 def wait_until(condition: Callable[[], Any], seconds: float, interval: float = 0.02) -> bool:
@@ -295,9 +314,9 @@ class _World:
 
     def close(self) -> None:
         """Ends the ranks and whatever they started."""
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+        for pid in [child for rank_pid in self.pids for child in children_of(rank_pid)] + self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for connection in self.connections:
             connection.close()
         wait_until(lambda: not any(map(is_alive, self.pids)), SETTLE_S)
@@ -352,7 +371,7 @@ class _Nursery:
         found = []
         for pid in sorted(marked_pids(self.marker) - known):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if not any(name in " ".join(psutil.Process(pid).cmdline()) for name in _INFRASTRUCTURE[:1]):
+                if not _is_tracker(pid):
                     found.append(pid)
         return found
 

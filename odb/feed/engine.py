@@ -105,9 +105,12 @@ class EpochJob:
     dropped: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
     max_held_tokens: int = 0
+    num_keys: int | None = None  # of this epoch on this rank, None where that can't be told
+    pass_length: int | None = None  # keys of one pass, where passes repeat until a quota is reached
     resume: ResumePoint | None = None
     mark: RoundMark | None = None
     cursor: int = 0
+    _num_refused: int = 0  # records in a row that could not be planned
     _backlog: list[tuple[Record, bool]] = field(default_factory=list)  # and whether it is too large
     _held: dict[int, Record] = field(default_factory=dict)
 
@@ -138,11 +141,11 @@ class EpochJob:
                 state = replace(state, round=state.round + 1, agreement_digest=agreement.digest)
                 continue
             plan = protocol.form(self.config, proposal, agreement, self.exchange.rank)
-            totals = self.exchange.all_reduce_sum(plan.totals, self.poll)
+            totals = self.exchange.all_reduce_sum(plan.totals, self.poll) if agreement.num_steps else plan.totals
             outcome = protocol.conclude(self.config, plan, totals, self.exchange.world_size, self.exchange.rank)
             for identity in outcome.dropped_ids.tolist():
                 del self._held[identity]
-            self.dropped["tail"] += len(outcome.dropped_ids)
+            self.dropped["tail"] += len(outcome.dropped_ids) + (self._num_undrawn() if outcome.ended else 0)
             self.mark = RoundMark(
                 state.step,
                 tuple(s.ids for s in outcome.steps),
@@ -222,8 +225,10 @@ class EpochJob:
 
     def _count_dropped(self, verdict: Verdict, num_held: int) -> None:
         self._held.clear()
-        if num_held:
-            self.dropped["closed" if verdict is Verdict.ALL_CLOSED else "tail"] += num_held
+        if verdict is Verdict.ALL_CLOSED:
+            self.dropped["closed"] += num_held
+        else:
+            self.dropped["tail"] += num_held + self._num_undrawn()
 
     def _wait_for_close(self, agreement: Agreement, closed: bool) -> Iterator[PeersClosed]:
         if not closed:
@@ -239,9 +244,14 @@ class EpochJob:
                 exhausted = True
                 break
             self._use_backlog(taken, need)
+        exhausted = exhausted or self.cursor == self.num_keys  # told a round earlier than by drawing in vain
         held = int(state.window.length.sum()) + sum(r.measure.length for r in taken if r.measure)
         self.max_held_tokens = max(self.max_held_tokens, held)
         return _measures(taken), exhausted
+
+    def _num_undrawn(self) -> int:
+        """Sample views of an epoch that ends by an option before they were drawn."""
+        return self.num_keys - self.cursor if self.num_keys is not None else 0
 
     def _draw(self) -> bool:
         """The next records into the backlog; False when the source is dry."""
@@ -280,13 +290,20 @@ class EpochJob:
 
     def _is_admitted(self, record: Record, is_large: bool) -> bool:
         """Whether a record may be planned; the others are refused or counted, as the options say."""
+        if record.measure is not None and not is_large:
+            self._num_refused = 0
+            return True
         if record.measure is None:
             self._reject(record)
-            return False
-        if is_large:
+        else:
             self._reject_oversize(record)
-            return False
-        return True
+        self._num_refused += 1
+        if self.pass_length is not None and self._num_refused >= self.pass_length:
+            raise MeasureError(
+                f"a whole pass of {self.pass_length} samples gave none that may be planned ({dict(self.rejected)}), so "
+                f"sample_quota={self.config.sample_quota} can't be reached: mend the dataset or its policies"
+            )
+        return False
 
     def _reject(self, record: Record) -> None:
         if record.rejected == "empty" and self.on_empty == "error":

@@ -154,6 +154,8 @@ class Node:
             explain=exchange.explain_disagreement,
             on_empty=self.spec.options.on_empty,
             resume=resume,
+            num_keys=None if self.spec.source.is_iterable or not order.passes else order.num_keys,
+            pass_length=None if order.passes else order.pass_length,
         )
         probe, self._probe_due = self._probe_due, False
         return deliveries(self.job.steps(), self.assembler, warmup_probe=probe, is_closed=is_closed)

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +26,11 @@ MAX_CHUNK = 32  # larger ones gain nothing; the first ones are smaller, so that 
 FIRST_CHUNK = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One sample view: its identity, the processed sample, its measure; or why it was rejected."""
+class Record(NamedTuple):
+    """One sample view: its identity, the processed sample, its measure; or why it was rejected.
+
+    A tuple, since it is pickled per sample: a frozen dataclass costs several times as much.
+    """
 
     id: int
     sample: Any
@@ -83,6 +85,11 @@ class Order:
     def pass_length(self) -> int:
         """Keys of one pass of this rank."""
         return len(self.keys) if self.keys is not None else len(self._share())
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of the whole epoch on this rank, those before `cursor` included."""
+        return self.passes * self.pass_length
 
     def _share(self) -> np.ndarray[Any, Any] | range:
         """This rank's positions in one pass of the common order."""

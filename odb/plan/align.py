@@ -23,7 +23,9 @@ _MUST_AGREE = (
     ("agreement_digest", "their plans drifted apart; the same inputs gave different plans"),
 )
 
-#: Shards are alike where the fewest groups of a rank are within a fifth of the most.
+_MOST_NAMED = 8  # ranks in one error
+
+#: Shards are alike where the fewest groups of a rank, or its mean length so far, are within a fifth of the most.
 _ALIKE = 5
 
 #: Of the groups that every rank can fill, 7/8 leave. Less padding and fuller budgets outweigh the few more rounds; at
@@ -37,6 +39,7 @@ class _Table:
 
     held: I64
     groups: I64
+    mean_length: npt.NDArray[np.float64]  # tokens of a sample, over all that a rank observed in this epoch
     running: npt.NDArray[np.bool_]
 
     @classmethod
@@ -44,6 +47,7 @@ class _Table:
         return cls(
             np.array([r.num_held for r in reports], np.int64),
             np.array([r.num_groups for r in reports], np.int64),
+            np.array([r.observed_tokens / max(1, r.observed_samples) for r in reports], np.float64),
             np.array([r.status == Status.RUNNING for r in reports], np.bool_),
         )
 
@@ -69,7 +73,8 @@ def settle(config: PlanConfig, reports: tuple[Report, ...]) -> Agreement:
 
 
 def _names(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return ", ".join(map(str, ranks[:_MOST_NAMED])) + more
 
 
 def _check_equal(reports: tuple[Report, ...]) -> None:
@@ -81,7 +86,7 @@ def _check_equal(reports: tuple[Report, ...]) -> None:
         # Without a majority, as with two ranks, rank 0 is what the others are compared with.
         common = values[0] if counts[0][1] == counts[1][1] else counts[0][0]
         odd = tuple(rank for rank, value in enumerate(values) if value != common)
-        other = ", ".join(f"rank {rank}: {values[rank]}" for rank in odd[:8])
+        other = ", ".join(f"rank {rank}: {values[rank]}" for rank in odd[:_MOST_NAMED])
         raise DisagreementError(
             f"rank(s) {_names(odd)} differ from the others in {field} ({other}; the others: {common}): {meaning}", odd
         )
@@ -141,20 +146,27 @@ def _published_steps(config: PlanConfig, table: _Table) -> int:
 def _odb_steps(config: PlanConfig, table: _Table) -> int:
     """Most of what every rank can fill, while they may get more samples; in the end, what the largest rank needs.
 
-    Where some rank's window holds far fewer groups than another's, all that the largest holds leaves, and the others
-    split: equal shares of unlike samples then drain together. Ranks that are dry don't raise the target: what they
-    hold beyond it costs no step as long as others run on.
+    Shards of unlike samples (not just windows that differ by chance) are drained together instead: all that the
+    largest rank holds leaves, and the others split. Ranks that are dry don't raise the target: what they hold beyond
+    it costs no step as long as others run on.
     """
     cap = _up(config.max_steps_per_round, config)
     steering = table.running & (table.held > 0)
     if not steering.any():
         return min(int(table.groups.max()), cap)
-    groups = table.groups[steering]
-    most = int(groups.max())
-    full = max(1, int(groups.min()) - 1)  # the last group is what happened to be left over
-    alike = full >= most - 1 - most // _ALIKE
-    steps = -(-full * _LEAVING // _OF) if alike else most
+    steps = int(table.groups[steering].max())
+    if _alike(table, steering):
+        # The last group is what happened to be left over. Half of what the largest holds leaves in any case.
+        full = max(1, int(table.groups[steering].min()) - 1, steps // 2)
+        steps = -(-full * _LEAVING // _OF)
     return min(steps, cap, _up(int(table.held[steering].min()), config))
+
+
+def _alike(table: _Table, ranks: npt.NDArray[np.bool_]) -> bool:
+    groups, mean = table.groups[ranks], table.mean_length[ranks]
+    same_groups = groups.min() >= groups.max() - groups.max() // _ALIKE
+    same_lengths = mean.min() * _ALIKE >= mean.max() * (_ALIKE - 1)
+    return bool(same_groups or same_lengths)
 
 
 def _steps_without_idle(config: PlanConfig, table: _Table, steps: int) -> tuple[int, bool]:

@@ -21,6 +21,14 @@ def by_cost(costs: I64, first_ids: I64) -> I64:
     return np.lexsort((first_ids, -costs))
 
 
-def in_time(num_steps: int, config: PlanConfig, epoch: int, round: int) -> I64:
-    """(T,) the cost rank that runs at each step. The same on all ranks: it depends on `num_steps` and the seed alone."""
-    return generator(config, epoch, round, "order").permutation(num_steps).astype(np.int64)
+def in_time(num_steps: int, config: PlanConfig, epoch: int, round: int, num_full: int | None = None) -> I64:
+    """(T,) the cost rank that runs at each step. The same on all ranks: it depends on shared numbers and the seed alone.
+
+    The `num_full` steps in which every rank has a group (None: all) come first, in random order. Those in which some
+    rank is idle come last, as they are: with `tail="skip"` a rank's own k-th batch must be the others' k-th too, and a
+    completed accumulation window ends with its fillers.
+    """
+    order = generator(config, epoch, round, "order").permutation(num_steps).astype(np.int64)
+    if num_full is None:
+        return order
+    return np.concatenate([order[order < num_full], np.arange(num_full, num_steps, dtype=np.int64)])

@@ -66,11 +66,13 @@ def fill_target(config: PlanConfig, state: RoundState) -> tuple[int, int, int]:
         min(config.max_held_tokens, ramp) - int(window.length.sum()),
         config.max_held_bytes - int(window.num_bytes.sum()),
     )
-    if _can_step(config, window):
-        return tuple(max(0, value) for value in room) if min(room) > 0 else (0, 0, 0)  # type: ignore[return-value]
-    # As much again as is held: few rounds even where limits are far too small for one group.
-    least = (max(1, len(window)), max(1, int(window.length.sum())), max(1, int(window.num_bytes.sum())))
-    return tuple(max(a, b) for a, b in zip(room, least, strict=True))  # type: ignore[return-value]
+    least = (0, 0, 0)
+    if not _can_step(config, window):
+        # As much again as is held: few rounds even where limits are far too small for one group.
+        least = (max(1, len(window)), max(1, int(window.length.sum())), max(1, int(window.num_bytes.sum())))
+    elif min(room) <= 0:
+        return least
+    return max(room[0], least[0]), max(room[1], least[1]), max(room[2], least[2])
 
 
 def _can_step(config: PlanConfig, window: Measures) -> bool:
@@ -98,6 +100,7 @@ def propose(
     """
     window = Measures.concat([state.window, arrivals])
     age = np.concatenate([state.age, np.zeros(len(arrivals), np.int64)])
+    assert not len(window) or window.length.min() >= 1, "empty samples are for the shell to reject"
     samples = Sorted.of(window, config)
     ends = group.greedy(samples, config)
     if config.drop_last:
@@ -142,6 +145,7 @@ def form(config: PlanConfig, proposal: Proposal, agreement: Agreement, rank: int
         carry, dropped = (_NONE, everything) if over else (everything, _NONE)
         return Plan(proposal, agreement, (), carry, dropped, np.zeros((0, 3), np.int64))
     groups = _choose(config, proposal, agreement, int(agreement.num_emitting[rank]))
+    assert len(groups) == agreement.num_emitting[rank], (len(groups), agreement.num_emitting)
     slots = _in_order(config, proposal.window, groups, agreement)
     left = np.setdiff1d(everything, np.concatenate([*groups, _NONE]), assume_unique=True)
     carry, dropped = (_NONE, left) if agreement.last else (left, _NONE)
@@ -157,7 +161,9 @@ def _choose(config: PlanConfig, proposal: Proposal, agreement: Agreement, num_gr
     if len(proposal.groups) > num_groups or config.drop_last:
         return _overflow(config, samples, age, len(proposal.groups), num_groups)
     if not agreement.last:
-        samples = samples.take(slice(0, len(samples) - _reserve(config, proposal, samples, num_groups, age)))
+        kept = samples.take(slice(0, len(samples) - _reserve(config, proposal, samples, num_groups, age)))
+        # Where rows come in multiples, fewer samples may make more groups.
+        samples = kept if len(group.greedy(kept, config, most=num_groups)) <= num_groups else samples
     return group.slices(samples, group.exactly(samples, num_groups, config))
 
 
@@ -199,8 +205,13 @@ def _overdue_first(config: PlanConfig, samples: Sorted, age: I64, num_groups: in
     rest = samples.take(~late)
     others = group.greedy(rest, config)
     num_more = num_groups - len(ends)
-    marked = _best(group.worth(rest, others, config), np.zeros(len(others), np.bool_), num_more)
-    return group.slices(overdue, ends) + group.slices(*group.chosen(rest, others, marked))
+    if len(others) >= num_more:
+        marked = _best(group.worth(rest, others, config), np.zeros(len(others), np.bool_), num_more)
+        return group.slices(overdue, ends) + group.slices(*group.chosen(rest, others, marked))
+    # Bounds besides cost can make two parts need fewer groups than the whole: then all of it leaves, split up.
+    num_more = min(num_more, len(rest))
+    parts = ((overdue, num_groups - num_more), (rest, num_more))
+    return tuple(g for part, num in parts for g in group.slices(part, group.exactly(part, num, config) if num else []))
 
 
 def _reserve(config: PlanConfig, proposal: Proposal, samples: Sorted, num_groups: int, age: I64) -> int:
@@ -227,7 +238,8 @@ def _in_order(config: PlanConfig, window: Measures, groups: tuple[I64, ...], agr
     first_ids = np.array([window.ids[g[0]] for g in groups], np.int64)
     ranked = [groups[i] for i in by_cost(group_cost(rows, longest, config), first_ids)]
     ranked += [_NONE] * (agreement.num_steps - len(groups))
-    return tuple(ranked[i] for i in in_time(agreement.num_steps, config, agreement.epoch, agreement.round))
+    num_full = int(agreement.num_emitting.min())
+    return tuple(ranked[i] for i in in_time(agreement.num_steps, config, agreement.epoch, agreement.round, num_full))
 
 
 def _totals(window: Measures, slots: tuple[I64, ...]) -> I64:

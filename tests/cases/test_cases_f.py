@@ -155,14 +155,13 @@ def test_f04_batches_do_not_depend_on_the_number_of_workers(world_size: int) -> 
 
 
 def test_f04_batches_do_not_depend_on_time() -> None:
-    found = []
+    found: list[list[Any]] = []
     for delay in (0.0, 0.02):
         found.append([])
-        for batch in odb.ODBDataLoader(
-            SLEEPY.dataset(), token_budget=500, window=32, num_workers=2, collate_fn=collate
-        ):
-            found[-1].append(batch["id"].tolist())
-            time.sleep(delay)  # a slow consumer
+        with SLEEPY.but(num_workers=2).loader(0, 1) as loader:
+            for batch in loader:
+                found[-1].append(batch["id"].tolist())
+                time.sleep(delay)  # a slow consumer
     assert found[0] == found[1]
 
 

@@ -80,7 +80,9 @@ def _run(pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]) -> N
 class World:
     """The addresses of ranks whose store is hosted here; and their processes, which end with the world."""
 
-    def __init__(self, num_ranks: int, timeout_s: float = 30.0, fingerprints: list[dict[str, str]] | None = None) -> None:
+    def __init__(
+        self, num_ranks: int, timeout_s: float = 30.0, fingerprints: list[dict[str, str]] | None = None
+    ) -> None:
         self.store: Any = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
         self.num_ranks, self.timeout_s = num_ranks, timeout_s
         self.fingerprints = fingerprints or [{}] * num_ranks

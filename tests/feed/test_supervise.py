@@ -40,8 +40,8 @@ def pids_of(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 @each_method
-def test_a_killed_main_process_leaves_nobody(method: str) -> None:
-    with running_script(TRAINING, method, "run") as process:
+def test_a_killed_main_process_leaves_nobody_not_even_who_never_looks(method: str) -> None:
+    with running_script(TRAINING, method, "stuck") as process:
         pids = pids_of(process)
         assert {process.pid, pids["collate"], *pids["workers"]} <= set(alive_in_session(process.pid))
         process.kill()

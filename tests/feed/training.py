@@ -39,7 +39,7 @@ def init_worker(_: int, *, parent_pid: int, use_signal: bool) -> None:
     guard_against_orphaning(parent_pid, use_signal=use_signal)
 
 
-def body(end: Channel, parent_pid: int, use_signal: bool, method: str, num_workers: int) -> None:
+def body(end: Channel, parent_pid: int, use_signal: bool, method: str, num_workers: int, stuck: bool) -> None:
     ignore_interrupts()
     guard_against_orphaning(parent_pid, use_signal=use_signal)
     init = partial(init_worker, parent_pid=os.getpid(), use_signal=can_use_signal(method))
@@ -52,8 +52,10 @@ def body(end: Channel, parent_pid: int, use_signal: bool, method: str, num_worke
         collate_fn=dumps_bytes,
     )
     try:
-        for chunk in loader:
+        for i, chunk in enumerate(loader):
             end.send((os.getpid(), loads_bytes(chunk)))
+            if stuck and i == 2 * num_workers:
+                time.sleep(600)  # never looks at the channel again
     except ChannelClosed:
         pass
 
@@ -61,10 +63,10 @@ def body(end: Channel, parent_pid: int, use_signal: bool, method: str, num_worke
 class Loader:
     """As much of a loader as matters here. The tests never call `close`."""
 
-    def __init__(self, method: str, num_workers: int) -> None:
+    def __init__(self, method: str, num_workers: int, stuck: bool) -> None:
         self.num_workers = num_workers
         self.end, theirs = channel_pair()
-        args = (theirs, os.getpid(), can_use_signal(method), method, num_workers)
+        args = (theirs, os.getpid(), can_use_signal(method), method, num_workers, stuck)
         self.process = start(method, body, args, "collate process")
         at_exit(self.close)
 
@@ -84,7 +86,7 @@ def announce(loader: Loader) -> None:
 
 def train(method: str, behaviour: str, num_workers: int) -> None:
     global kept
-    kept = loader = Loader(method, num_workers)  # a global: nothing collects it before the end
+    kept = loader = Loader(method, num_workers, behaviour == "stuck")  # a global: nothing collects it before the end
     if behaviour == "at once":
         print("{}", flush=True)
     else:
@@ -93,6 +95,8 @@ def train(method: str, behaviour: str, num_workers: int) -> None:
         while True:
             loader.end.recv(60)
             time.sleep(0.01)
+    if behaviour == "stuck":
+        time.sleep(600)
     if behaviour == "until closed":
         try:
             while True:

@@ -87,6 +87,7 @@ class Epoch:
     steps: list[list[StepPlan]]
     dropped: list[list[int]]
     undrawn: list[list[int]] = field(default_factory=list)  # never read, as the epoch ended before
+    final: list[RoundState] = field(default_factory=list)  # after the last round, per rank
     agreements: list[list[Agreement]] = field(default_factory=list)  # of each round, per rank
     plans: list[list[Plan]] = field(default_factory=list)
     states: list[list[RoundState]] = field(default_factory=list)  # before each round, per rank
@@ -132,6 +133,7 @@ def drive_epoch(
         states = [outcome.state for outcome in outcomes]
         assert len({outcome.ended for outcome in outcomes}) == 1, "ranks disagree on the end"
         if outcomes[0].ended:
+            out.final = states
             out.undrawn = [source.samples.ids[source.position :].tolist() for source in sources]
             return out
     raise AssertionError(f"no end after {max_rounds} rounds")

@@ -172,6 +172,7 @@ def test_a_quota_ends_with_the_optimizer_step_that_reaches_it() -> None:
     epoch = drive_epoch(config, strided([10] * 400, 2))
     assert sum(step.local_samples for rank in epoch.steps for step in rank) == 56  # 8 samples an optimizer step
     assert num_steps(epoch) == [14, 14]
+    assert [len(state.window) for state in epoch.final] == [0, 0]
     assert [step.sync_gradients for step in epoch.steps[0]] == [False, True] * 7
     undrawn = [i for rank in epoch.undrawn for i in rank]
     assert sorted(epoch.emitted() + epoch.all_dropped() + undrawn) == list(range(400))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,17 @@ def test_ranks_that_are_alike_carry_their_worst_groups() -> None:
     assert steps([report(1), report(1)]) == (1, False)
 
 
-def test_a_rank_with_far_fewer_groups_is_split_instead() -> None:
-    assert steps([report(64), report(10)]) == (64, False)
+def test_a_rank_of_shorter_samples_is_split_to_drain_with_the_others() -> None:
+    long = report(64, observed_samples=10, observed_tokens=5000)
+    short = report(10, observed_samples=100, observed_tokens=5000)
+    assert steps([long, short]) == (64, False)
+
+
+def test_windows_that_differ_by_chance_are_carried_not_split() -> None:
+    one = report(20, observed_samples=100, observed_tokens=5000)
+    two = report(14, observed_samples=100, observed_tokens=4600)
+    assert steps([one, two]) == (12, False)  # 7/8 of 13, rounded up
+    assert steps([one, replace(two, num_groups=5)]) == (9, False)  # 7/8 of 10: half of what the largest holds
 
 
 def test_a_running_rank_is_not_idle_while_it_can_have_more() -> None:
@@ -148,6 +158,12 @@ def test_ranks_that_differ_are_named(field: str) -> None:
     with pytest.raises(DisagreementError) as caught:  # no majority: rank 0 is the measure
         settle(make_config(100), (same, other))
     assert caught.value.ranks == (1,)
+
+
+def test_errors_stay_short_with_many_ranks() -> None:
+    with pytest.raises(DisagreementError, match="and 492 more") as caught:
+        settle(make_config(100), (report(),) * 524 + (report(epoch=99),) * 500)
+    assert len(caught.value.ranks) == 500 and len(str(caught.value)) < 500
 
 
 def test_the_digest_depends_on_what_was_decided_and_on_the_past() -> None:
