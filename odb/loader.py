@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 import weakref
 from collections import Counter
@@ -342,12 +343,16 @@ class ODBDataLoader:
     def close(self) -> None:
         """Ends the collate process and its workers. Idempotent; also done at garbage collection and at exit."""
         self._is_closed = True
+        self._drop_backend()
+
+    def _drop_backend(self) -> None:
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
         self._backend = None
 
     _finalizer: Callable[[], Any] | None = None
+    _home: tuple[int, int, int] | None = None  # process, rank and number of ranks that the backend was made for
 
     def __enter__(self) -> ODBDataLoader:
         return self
@@ -364,7 +369,11 @@ class ODBDataLoader:
     # ---- making
 
     def _ensure_backend(self) -> Backend:
+        home = (os.getpid(), self.rank, self.world_size)
+        if self._backend is not None and self._home != home:  # forked, or the default group came or went meanwhile
+            self._drop_backend()
         if self._backend is None:
+            self._home = home
             spec = self._make_spec()
             if self.num_workers == 0:
                 backend: Backend = InlineBackend(spec)
