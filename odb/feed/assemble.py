@@ -83,7 +83,12 @@ class Assembler:
 
     def _filler(self) -> Any:
         if self.filler_fn is not None:
-            return self.filler_fn()
+            sample = self.filler_fn()
+            if sample is None:
+                raise ConfigError(
+                    "filler_fn returned None: it must return one processed sample, as the dataset gives them"
+                )
+            return sample
         if not self._has_cheapest:
             self._cheapest = self.first_sample()
             self._has_cheapest = self._cheapest is not None

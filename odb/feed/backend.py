@@ -323,8 +323,7 @@ class InlineBackend:
         if self._is_shut or os.getpid() != self._owner_pid:
             return
         self._is_shut = True
-        failed_here = self._error is not None and not isinstance(self._error, ExchangeError)
-        if failed_here:
+        if self._error is not None:  # also what this rank found out about others must be read before its store goes
             self._exchange.linger(_EXIT_GRACE_S)
         if self._closer is not None:
             self._closer.join(_EXIT_GRACE_S)
