@@ -62,7 +62,7 @@ class Measurer:
         value = fn(sample)
         try:
             number = int(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise MeasureError(f"{name} must return an integer, got {value!r} ({type(value).__name__})") from None
         if number < 0 or number != value:
             raise MeasureError(f"{name} must return an integer >= 0, got {value!r}")
