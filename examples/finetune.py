@@ -30,7 +30,7 @@ from finetuning.train import HeldOut, TrainConfig, train
 from rich.console import Console
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-QUICK = {"samples": 512, "token_budget": 2048, "max_length": 512, "width": 64, "vocab_size": 2048, "heldout": 32}
+QUICK = {"samples": 512, "token_budget": 1024, "max_length": 256, "width": 64, "vocab_size": 1024, "heldout": 32}
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--data", type=Path, help='JSONL file, {"messages": [...]} per line (default: embedded data)')
     parser.add_argument("--methods", type=method_names, default=list(METHODS), help="comma separated (default: all)")
-    parser.add_argument("--token-budget", type=positive, help="padded tokens per rank and batch (4096)")
-    parser.add_argument("--max-length", type=positive, help="longest sample in tokens, the rest is cut off (1024)")
-    parser.add_argument("--samples", type=positive, help="samples to train on, at most (1536)")
+    parser.add_argument("--token-budget", type=positive, help="padded tokens per rank and batch (2048)")
+    parser.add_argument("--max-length", type=positive, help="longest sample in tokens, the rest is cut off (512)")
+    parser.add_argument("--samples", type=positive, help="samples to train on, at most (2560)")
     parser.add_argument("--heldout", type=positive, help="samples to hold out, at most (96)")
     parser.add_argument("--epochs", type=positive, default=1)
     parser.add_argument("--num-workers", type=non_negative, default=1, help="workers per rank (default: 1)")
     parser.add_argument("--width", type=positive, help="of the model (128)")
-    parser.add_argument("--vocab-size", type=positive, help="of the tokenizer (4096)")
+    parser.add_argument("--vocab-size", type=positive, help="of the tokenizer (2048)")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--evaluations", type=positive, default=6, help="held-out losses per method")
     parser.add_argument("--seed", type=non_negative, default=0)
@@ -185,7 +185,7 @@ def method_names(text: str) -> list[str]:
     return names
 
 
-FULL = {"samples": 1536, "token_budget": 4096, "max_length": 1024, "width": 128, "vocab_size": 4096, "heldout": 96}
+FULL = {"samples": 2560, "token_budget": 2048, "max_length": 512, "width": 128, "vocab_size": 2048, "heldout": 96}
 START = time.perf_counter()
 
 if __name__ == "__main__":

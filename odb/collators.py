@@ -52,13 +52,16 @@ class PadCollator:
                 "odb's padding collator takes mappings with input_ids, got "
                 f"{type(first).__name__}: give collate_fn=... (list of samples -> batch)"
             )
-        lengths = [len(sample["input_ids"]) for sample in samples]
+        _check_same_keys(samples)
+        columns = {key: [_single_row(sample[key]) for sample in samples] for key in first}
+        lengths = [len(ids) for ids in columns["input_ids"]]
         multiple = self.pad_to_multiple_of
         width = -(-max(lengths) // multiple) * multiple
         out: dict[str, Any] = {}
-        for key in first:
-            values = [sample[key] for sample in samples]
+        for key, values in columns.items():
             is_sequence = all(_is_row(value, n) for value, n in zip(values, lengths, strict=True))
+            if key == "labels" and not is_sequence:
+                _check_no_odd_labels(values, lengths)
             out[key] = self._padded(key, values, width) if is_sequence else _stacked(values)
         if _MASK not in first:
             out[_MASK] = self._padded(_MASK, [torch.ones(n, dtype=torch.int64) for n in lengths], width)
@@ -79,6 +82,27 @@ class PadCollator:
         if key in self.pad_values:
             return self.pad_values[key]
         return {"input_ids": self.pad_token_id, "labels": self.ignore_index}.get(key, 0)
+
+
+def _check_same_keys(samples: list[Any]) -> None:
+    keys = set(samples[0])
+    for number, sample in enumerate(samples):
+        if set(sample) != keys:
+            odd = sorted(map(str, keys ^ set(sample)))
+            raise ConfigError(
+                f"the samples of a group have different keys: sample {number} differs from sample 0 in {odd}. Give every "
+                "sample the same keys in the dataset, or give collate_fn=... (list of samples -> batch)"
+            )
+
+
+def _check_no_odd_labels(values: list[Any], lengths: list[int]) -> None:
+    for value, length in zip(values, lengths, strict=True):
+        is_sequence = isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 1
+        if is_sequence and len(value) not in (1, length):
+            raise ConfigError(
+                f"a sample has {len(value)} labels for {length} input_ids: labels are one per token (shifted by the "
+                "model), or one per sample; mend the dataset, or give collate_fn=..."
+            )
 
 
 def _is_row(value: Any, length: int) -> bool:
@@ -125,6 +149,9 @@ def per_sample(fn: Callable[[list[Any]], Any], then: Callable[[list[Any]], Any] 
 
 
 def _single_row(value: Any) -> Any:
-    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim > 0 and value.shape[0] == 1:
+    """A (1, length) row as a sequence: what processors that are asked for tensors give."""
+    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 2 and value.shape[0] == 1:
         return value[0]
-    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], (list, tuple)):
+        return value[0]
+    return value

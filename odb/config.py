@@ -52,6 +52,7 @@ _MIN_INT: dict[str, int] = {
     "dp_world_size": 1,
     "seed": 0,
 }
+_MAX_INT = 2**48  # so that sums over a window and over all ranks stay far inside an int64
 _OPTIONAL = {
     "window",
     "max_held_tokens",
@@ -138,8 +139,8 @@ class ODBConfig:
                 continue
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise ConfigError(f"{name} must be an integer >= {least}, got {value!r} ({type(value).__name__})")
-            if value < least:
-                raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")
+            if not least <= value <= _MAX_INT:
+                raise ConfigError(f"{name} must be an integer from {least} to {_MAX_INT}, got {value!r}")
             object.__setattr__(self, name, int(value))  # numpy integers become plain ones: they travel and are compared
 
     def _check_numbers(self) -> None:

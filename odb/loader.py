@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import multiprocessing
+import os
 import time
 import weakref
 from collections import Counter
@@ -111,6 +113,9 @@ class ODBDataLoader:
         self.config: ODBConfig = make_config(options, LOADER_NAMES)
         _check_workers(num_workers, prefetch_factor, persistent_workers, timeout)
         _check_order(dataset, shuffle, sampler, batch_sampler)
+        for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
+            if value is not None and not callable(value):
+                raise ConfigError(f"{name} must be callable or None, got {value!r}")
         if batch_size not in (None, 1):
             logger.info("batch_size=%r is not used: token_budget decides how many samples a batch holds", batch_size)
         if not in_order:
@@ -342,12 +347,16 @@ class ODBDataLoader:
     def close(self) -> None:
         """Ends the collate process and its workers. Idempotent; also done at garbage collection and at exit."""
         self._is_closed = True
+        self._drop_backend()
+
+    def _drop_backend(self) -> None:
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
         self._backend = None
 
     _finalizer: Callable[[], Any] | None = None
+    _home: tuple[int, int, int] | None = None  # process, rank and number of ranks that the backend was made for
 
     def __enter__(self) -> ODBDataLoader:
         return self
@@ -364,7 +373,11 @@ class ODBDataLoader:
     # ---- making
 
     def _ensure_backend(self) -> Backend:
+        home = (os.getpid(), self.rank, self.world_size)
+        if self._backend is not None and self._home != home:  # forked, or the default group came or went meanwhile
+            self._drop_backend()
         if self._backend is None:
+            self._home = home
             spec = self._make_spec()
             if self.num_workers == 0:
                 backend: Backend = InlineBackend(spec)
@@ -558,6 +571,9 @@ def _check_workers(num_workers: int, prefetch_factor: int | None, persistent: bo
 
 def _check_order(dataset: Any, shuffle: Any, sampler: Any, batch_sampler: Any) -> None:
     given = [n for n, v in (("sampler", sampler), ("batch_sampler", batch_sampler)) if v is not None]
+    for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+        if value is not None and not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
+            raise ConfigError(f"{name} must be iterable, got {value!r}")
     if len(given) == 2:
         raise ConfigError("give sampler or batch_sampler, not both")
     if given and shuffle:
@@ -577,6 +593,9 @@ def _check_order(dataset: Any, shuffle: Any, sampler: Any, batch_sampler: Any) -
 
 
 def _start_method(context: Any) -> str | None:
+    known = multiprocessing.get_all_start_methods()
+    if isinstance(context, str) and context not in known:
+        raise ConfigError(f"multiprocessing_context must be one of {', '.join(known)} or a context, got {context!r}")
     if context is None or isinstance(context, str):
         return context
     return str(context.get_start_method())

@@ -135,6 +135,14 @@ def test_named_files_exist(page: Path) -> None:
         assert (ROOT / name).exists(), f"{page.name} names {name}, which does not exist"
 
 
+def test_named_tests_exist() -> None:
+    text = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) >= 8, "each guarantee names a test"
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"docs/protocol.md names {file}::{name}"
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", makefile, re.M))

@@ -55,6 +55,8 @@ LAYERS = (
         ("odb.errors", "odb.plan", "odb.exchange", "odb.feed", "odb.config", "odb.step"),
         ("numpy", "torch"),
     ),
+    # The loader is the type of an argument there, and nothing is imported of it at run time.
+    Layer("odb.resume", ("odb.errors", "odb.plan", "odb.exchange", "odb.feed", "odb.loader"), ("numpy",)),
     Layer(
         "odb.loader",
         ("odb.errors", "odb.plan", "odb.exchange", "odb.feed", "odb.resume", *BESIDE_THE_LOADER),
@@ -85,6 +87,7 @@ class Import:
     module: str  # as written after `import` or `from`, relative ones resolved
     name: str | None = None  # the imported name of a `from`
     bound: str = ""  # the local name
+    typing_only: bool = False  # below `if TYPE_CHECKING`
 
     @property
     def path(self) -> str:
@@ -94,17 +97,20 @@ class Import:
 def imports_of(module: str, tree: ast.AST, is_package: bool) -> Iterator[Import]:
     """All imports wherever they stand: those inside functions and under TYPE_CHECKING are arrows too."""
     package = module if is_package else module.rpartition(".")[0]
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
+    typing_only = {id(node) for block in blocks for line in block.body for node in ast.walk(line)}
     for node in ast.walk(tree):
+        later = id(node) in typing_only
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(node.lineno, alias.name, bound=alias.asname or alias.name.partition(".")[0])
+                yield Import(node.lineno, alias.name, None, alias.asname or alias.name.partition(".")[0], later)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*above, *filter(None, [node.module])])
             for alias in node.names:
-                yield Import(node.lineno, base, alias.name, alias.asname or alias.name)
+                yield Import(node.lineno, base, alias.name, alias.asname or alias.name, later)
 
 
 def modules_meant(item: Import, known: frozenset[str]) -> Iterator[str]:
@@ -188,7 +194,8 @@ def graph() -> dict[str, set[str]]:
         module = file.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
         tree = ast.parse((PACKAGE.parent / file).read_text(encoding="utf-8"))
         imports = imports_of(module, tree, file.endswith("/__init__.py"))
-        out[module] = {name for i in imports for name in modules_meant(i, KNOWN) if name in KNOWN} - {module}
+        names = {name for i in imports if not i.typing_only for name in modules_meant(i, KNOWN)}
+        out[module] = (names & KNOWN) - {module}
     return out
 
 
@@ -221,6 +228,7 @@ def test_no_import_cycles() -> None:
         ("odb/feed/source.py", "from odb.loader import ODBDataLoader", "imports odb.loader"),
         ("odb/feed/source.py", "import torch\ntorch.distributed.get_rank()", "source.py:2 uses torch.distributed"),
         ("odb/feed/source.py", "from torch import distributed", "uses torch.distributed"),
+        ("odb/feed/source.py", "if TYPE_CHECKING:\n    from odb.loader import wrap", "imports odb.loader"),
         ("odb/loader.py", "import torch\nx = torch.utils.data._utils.pin_memory", "uses torch.utils.data._utils"),
         ("odb/loader.py", "from torch.utils.data import _utils as u", "uses torch.utils.data._utils"),
         ("odb/loader.py", "import torch as t\ngetattr(t.cuda, '_lazy_init')", "uses torch.cuda._lazy_init"),

@@ -62,12 +62,12 @@ def encode(conversation: Conversation, tokenizer: Tokenizer) -> tuple[list[int],
 
     The labels are the ids of every assistant content and of the `<|end|>` behind it, and -100 everywhere else.
     """
-    end = tokenizer.token_to_id(END)
+    special = {text: id_ for id_, text in enumerate(SPECIAL_TOKENS)}  # the trainer numbers them first
     ids: list[int] = []
     labels: list[int] = []
     for message in conversation:
-        content = [*tokenizer.encode(message["content"]).ids, end]
-        ids += [tokenizer.token_to_id(f"<|{message['role']}|>"), *content]
+        content = [*tokenizer.encode(message["content"]).ids, special[END]]
+        ids += [special[f"<|{message['role']}|>"], *content]
         answer = message["role"] == "assistant"
         labels += [IGNORE_INDEX, *(content if answer else [IGNORE_INDEX] * len(content))]
     return ids, labels
@@ -89,7 +89,8 @@ class ChatDataset(Dataset[Sample]):
         self.max_length = max_length
         self.seed = seed
         self.augment = augment
-        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._epoch = torch.zeros(1, dtype=torch.int64)
+        self._epoch.share_memory_()  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self.conversations)

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -33,6 +34,7 @@ from .model import num_loss_tokens
 from .ranks import Ranks
 
 Batch: TypeAlias = dict[str, Tensor]
+TYPICAL_FILL = 0.9  # of the token budget, that real tokens take up in a batch of `odb`
 
 
 class Step(Protocol):
@@ -194,7 +196,9 @@ class SortedBatches(RowBatches):
         return [int(n) for n in ranks.sum(found)]
 
 
-def loader(settings: Settings, batches: list[list[int]], collate_fn=collate) -> DataLoader[Sample]:
+def loader(
+    settings: Settings, batches: list[list[int]], collate_fn: Callable[[list[Sample]], Any] = collate
+) -> DataLoader[Any]:
     """The plain `DataLoader` over the given batches."""
     return DataLoader(settings.dataset, batch_sampler=batches, num_workers=settings.num_workers, collate_fn=collate_fn)
 
@@ -209,7 +213,7 @@ def rng(settings: Settings, epoch: int) -> np.random.Generator:
     return np.random.default_rng((settings.seed, epoch))
 
 
-def chunks(values: np.ndarray, size: int) -> list[list[int]]:
+def chunks(values: npt.NDArray[Any], size: int) -> list[list[int]]:
     """Consecutive parts of `size`; the last one may be shorter."""
     return [values[i : i + size].tolist() for i in range(0, len(values), size)]
 
@@ -226,4 +230,4 @@ METHODS: dict[str, type[FixedBatches] | type[SortedBatches] | type[OnlineBatches
 
 def accumulation_to_match(token_budget: int, rows: int, mean_length: float) -> int:
     """Fixed batches per optimizer step so that it sees about as many samples as fill the token budget."""
-    return max(1, round(token_budget / mean_length / rows))
+    return max(1, round(TYPICAL_FILL * token_budget / mean_length / rows))

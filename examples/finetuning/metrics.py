@@ -112,7 +112,7 @@ def padding(real_tokens: int, padded: npt.NDArray[np.int64]) -> float:
 
 def step_efficiency(real_tokens: int, padded: npt.NDArray[np.int64]) -> float:
     """Padding and stragglers in one number: every step lasts as long as its most expensive rank; 1.0 is perfect."""
-    return real_tokens / (padded.shape[0] * int(padded.max(axis=0).sum()))
+    return float(real_tokens / (padded.shape[0] * int(padded.max(axis=0).sum())))
 
 
 def describe_lengths(lengths: Sequence[int]) -> LengthFigures:

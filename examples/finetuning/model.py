@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +72,7 @@ class Block(nn.Module):
         query, key = rotate(query, positions), rotate(key, positions)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
-        return x + self.mlp(self.norm_mlp(x))
+        return x + cast(Tensor, self.mlp(self.norm_mlp(x)))
 
 
 def rotary(length: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,8 +91,8 @@ def rotate(x: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
 
 def sum_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Summed cross entropy of each token given those before it; labels of -100 count nothing."""
-    shifted = logits[:, :-1].flatten(0, 1).float()
-    return F.cross_entropy(shifted, labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    nexts = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)  # shifts the labels: the logits are large
+    return F.cross_entropy(logits.flatten(0, 1).float(), nexts.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

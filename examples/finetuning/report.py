@@ -77,10 +77,10 @@ def write_json(path: Path, settings: dict[str, Any], lengths: LengthFigures, run
 
 def write_png(path: Path, runs: Sequence[Run], lengths: LengthFigures, token_budget: int) -> None:
     """The same as a picture: loss against samples and seconds, where computed tokens go, tokens per step and rank."""
-    rc = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11}
+    rc: dict[Any, Any] = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11}
     with plt.rc_context(rc):
         figure = plt.figure(figsize=(13, 8), layout="constrained")
-        upper, lower = figure.subfigures(2, 1, height_ratios=[1, 0.95])
+        upper, lower = (figure.subfigures(2, 1, height_ratios=[1, 0.95], squeeze=False)[i, 0] for i in range(2))
         left, middle, right = upper.subplots(1, 3)
         draw_loss(left, runs, "samples", "samples seen, all ranks")
         draw_loss(middle, runs, "seconds", "seconds of training")
@@ -138,10 +138,9 @@ def draw_steps(ax: Axes, run: Run, token_budget: int) -> None:
     """Padded tokens of every batch of every rank, in the order in which they ran."""
     for rank, log in enumerate(run.logs):
         shade = 0.9 - 0.5 * rank / max(1, len(run.logs) - 1)
-        label = f"rank {rank}" if len(run.logs) <= 4 else None
-        ax.plot(log.padded_tokens, ".", markersize=4, alpha=shade, color=COLORS[run.figures.method], label=label)
+        ax.plot(log.padded_tokens, ".", markersize=4, alpha=shade, color=COLORS[run.figures.method])
     ax.axhline(token_budget, color="black", linewidth=0.8, linestyle="--")
     ax.text(0, token_budget, " token budget", va="bottom", fontsize=9)
-    ax.set(title=f"{run.figures.method}: {run.figures.batches} batches per rank", xlabel="batch")
+    ax.set(title=f"{run.figures.method}: {run.figures.batches} batches per rank", xlabel="batch (one shade per rank)")
     ax.set_ylim(0, token_budget * 1.12)
     ax.grid(alpha=0.25)

@@ -113,7 +113,8 @@ def backward(model: nn.Module, method: Method, batch: Batch, step: Step, device:
     """Forward and backward; gradients are exchanged on the last batch of an optimizer step only. Returns the loss."""
     with gradient_exchange(model, step.sync_gradients), autocast(device):
         loss = model(**to_device(batch, device)).loss
-        method.scale(loss, step).backward()
+        weighted: Tensor = method.scale(loss, step)
+        torch.autograd.backward(weighted)
     return float(loss.detach())
 
 
@@ -175,4 +176,4 @@ class HeldOut:
             loss = sum_loss(logits, on_device["labels"])
             totals += torch.tensor([float(loss), float(num_loss_tokens(batch["labels"]))])
         loss_sum, count = self.ranks.sum(totals).tolist()
-        return loss_sum / max(1.0, count)
+        return float(loss_sum / max(1.0, count))

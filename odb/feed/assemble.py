@@ -83,7 +83,12 @@ class Assembler:
 
     def _filler(self) -> Any:
         if self.filler_fn is not None:
-            return self.filler_fn()
+            sample = self.filler_fn()
+            if sample is None:
+                raise ConfigError(
+                    "filler_fn returned None: it must return one processed sample, as the dataset gives them"
+                )
+            return sample
         if not self._has_cheapest:
             self._cheapest = self.first_sample()
             self._has_cheapest = self._cheapest is not None
@@ -97,7 +102,7 @@ class Assembler:
     def _check(self, batch: Any, plan: StepPlan) -> None:
         labels = _field(batch, "labels")
         if self.recount and labels is not None and hasattr(labels, "ndim"):
-            counted = count_loss_labels(labels, self.ignore_index, self.label_shift)
+            counted = count_loss_labels(labels, self.ignore_index, self.label_shift and not _are_classes(batch, plan))
             if counted != plan.local_loss_tokens:
                 raise MeasureError(
                     f"the collated batch has {counted} loss-bearing labels, its samples had {plan.local_loss_tokens} "
@@ -161,6 +166,14 @@ def pad_batch(batch: Any, rows: int, width: int, ignore_index: int) -> Any:
             fill = ignore_index if key == "labels" else 0
             batch[key] = torch.nn.functional.pad(value, (0, width - now), value=fill)  # type: ignore[index]
     return batch
+
+
+def _are_classes(batch: Any, plan: StepPlan) -> bool:
+    """Whether a batch has one label a row, of shape (rows,) or (rows, 1), beside sequences: no causal shift there."""
+    labels, ids = _field(batch, "labels"), _field(batch, "input_ids")
+    if getattr(ids, "ndim", 0) < 2 or ids.shape[-1] == 1:
+        return False
+    return tuple(labels.shape) in ((plan.rows,), (plan.rows, 1))
 
 
 def _field(batch: Any, key: str) -> Any:

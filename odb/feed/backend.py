@@ -58,6 +58,19 @@ def peers_closed_error(ranks: tuple[int, ...]) -> PeerClosedError:
     )
 
 
+def check_owner(pid: int) -> None:
+    """An open epoch can't be shared by two processes.
+
+    Raises:
+        RuntimeError: the calling process is another one than `pid`, a fork of it.
+    """
+    if pid != os.getpid():
+        raise RuntimeError(
+            f"this epoch was begun in process {pid} and can't be continued in its forked child {os.getpid()}: begin a "
+            "new epoch there (iter(loader)), or make the loader after the fork"
+        )
+
+
 class ProcessBackend:
     """Batches from a collate process, which lives as long as this object."""
 
@@ -165,6 +178,7 @@ class ProcessBackend:
         raise error
 
     def _raise_if_dead(self) -> None:
+        check_owner(self._owner_pid)
         if self._error is not None:
             raise self._error
 
@@ -288,6 +302,8 @@ class InlineBackend:
         """Leaves the epoch: a thread keeps answering the other ranks until all have left it."""
         if generation != self._generation or self._items is None or self._is_left or self._error is not None:
             return
+        if os.getpid() != self._owner_pid:  # a forked child holds a copy of this object
+            return
         self._is_left = True
         self._closer = threading.Thread(target=self._finish_epoch, name="odb-close", daemon=True)
         self._closer.start()
@@ -307,8 +323,7 @@ class InlineBackend:
         if self._is_shut or os.getpid() != self._owner_pid:
             return
         self._is_shut = True
-        failed_here = self._error is not None and not isinstance(self._error, ExchangeError)
-        if failed_here:
+        if self._error is not None:  # also what this rank found out about others must be read before its store goes
             self._exchange.linger(_EXIT_GRACE_S)
         if self._closer is not None:
             self._closer.join(_EXIT_GRACE_S)
@@ -318,5 +333,6 @@ class InlineBackend:
             self._error = RuntimeError("this loader is closed; make a new one")
 
     def _raise_if_dead(self) -> None:
+        check_owner(self._owner_pid)
         if self._error is not None:
             raise self._error

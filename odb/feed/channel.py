@@ -11,7 +11,8 @@ what may be sent and how it arrives.
 
 What holds after an interruption (Ctrl-C, or any exception out of a signal handler): while the channel only waits, nothing is
 lost and it can be used on; if it strikes between the first and the last byte of a message, the channel closes, because no
-later message could be told from the rest of that one. A timeout never strikes there.
+later message could be told from the rest of that one. If it strikes after the last byte, that message has gone, sent or
+received, and the channel can be used on. A timeout never strikes amid a message.
 
 Ends and processes: both ends are made in the parent. The child's end is handed over with `odb.feed.supervise.start`, or by
 hand inside `handing_over`, after which the parent calls `release` on its copy. A forked child closes its copies of all
@@ -66,8 +67,9 @@ class Channel:
         sock.setblocking(False)
         self._sock = sock
         self._limits = (inline_limit, map_from)
-        self._sending = threading.Lock()
-        self._receiving = threading.Lock()
+        # Reentrant, because an interruption may strike between taking a lock and being ready to give it back.
+        self._sending = threading.RLock()
+        self._receiving = threading.RLock()
         self._closed = ""  # why, once it is
         self._amid_message = [False, False]  # sending, receiving: True while the stream's position is in doubt
         self._forget_incoming()
@@ -89,6 +91,7 @@ class Channel:
         packed = handoff.dumps(obj, "message")
         deadline = _deadline(timeout)
         with _held(self._sending, deadline, "send"):
+            self._close_if_amid(0)  # the one that was interrupted may not have come to that
             self._check_open()
             data, fd = self._encode(packed)
             try:
@@ -112,6 +115,7 @@ class Channel:
         """
         deadline = _deadline(timeout)
         with _held(self._receiving, deadline, "receive"):
+            self._close_if_amid(1)
             self._check_open()
             try:
                 head, buffers = self._receive_message(deadline)
@@ -347,7 +351,7 @@ def _deadline(timeout: float | None) -> float | None:
 
 
 @contextmanager
-def _held(lock: threading.Lock, deadline: float | None, verb: str) -> Iterator[None]:
+def _held(lock: Any, deadline: float | None, verb: str) -> Iterator[None]:
     left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
     if not lock.acquire(timeout=left):
         raise TimeoutError(f"another thread of this process has been waiting to {verb} on the channel for too long")

@@ -148,7 +148,7 @@ class _Server:
             publish_failure_at(self.spec, text)
         with contextlib.suppress(Exception):
             self.channel.send(Failed(pickled(error), text))
-        if self.exchange is not None and is_own:
+        if self.exchange is not None:  # what this rank found out about others, too, must be read before its store goes
             self.exchange.linger(_LINGER_S)
 
     def close(self) -> bool:

@@ -54,14 +54,15 @@ class Measurer:
         labels = _part(sample, "labels", 1)
         if labels is None:  # a collator that makes labels of the inputs: every token but the first of the row
             return max(0, length - 1) if self.label_shift else length
-        return count_loss_labels(labels, self.ignore_index, self.label_shift)
+        shift = self.label_shift and not (length > 1 and is_one_label(labels))
+        return count_loss_labels(labels, self.ignore_index, shift)
 
     @staticmethod
     def _call(fn: Callable[[Any], int], name: str, sample: Any) -> int:
         value = fn(sample)
         try:
             number = int(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise MeasureError(f"{name} must return an integer, got {value!r} ({type(value).__name__})") from None
         if number < 0 or number != value:
             raise MeasureError(f"{name} must return an integer >= 0, got {value!r}")
@@ -105,6 +106,14 @@ def default_length(sample: Any) -> int:
 
 def _keys(sample: Any) -> str:
     return f" with keys {sorted(map(str, sample))[:20]}" if isinstance(sample, Mapping) else ""
+
+
+def is_one_label(labels: Any) -> bool:
+    """Whether there is one label for all tokens of a sample (a class): then there is nothing to shift."""
+    shape = getattr(labels, "shape", None)
+    if shape is None:
+        return isinstance(labels, (list, tuple)) and len(labels) == 1
+    return len(shape) > 0 and shape[-1] == 1
 
 
 def count_loss_labels(labels: Any, ignore_index: int, label_shift: bool) -> int:

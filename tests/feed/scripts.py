@@ -36,7 +36,7 @@ def running_script(script: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def run_script(script: Path, *args: str, timeout_s: float = 50) -> tuple[list[str], str]:
+def run_script(script: Path, *args: str, timeout_s: float = 70) -> tuple[list[str], str]:
     """Lines of stdout, and stderr, of a script that ends by itself and leaves no process."""
     with running_script(script, *args) as process:
         out, err = process.communicate(timeout=timeout_s)
@@ -62,7 +62,7 @@ def _session_if_alive(pid: str) -> int | None:
     return None if fields[0] in "ZX" else int(fields[3])
 
 
-def await_empty_session(session: int, timeout_s: float = 5.0) -> float:
+def await_empty_session(session: int, timeout_s: float = 10.0) -> float:
     """Seconds until the session has no process left; fails after `timeout_s`."""
     start = time.monotonic()
     while left := alive_in_session(session):

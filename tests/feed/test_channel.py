@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -342,46 +343,87 @@ def test_an_interruption_amid_a_message_closes_both_ends() -> None:
         ours.send(1)
 
 
-@pytest.mark.parametrize("direction", ["send", "recv"])
-def test_interruptions_at_any_moment_never_garble(ends: tuple[Channel, Channel], direction: str) -> None:
-    """Every message that arrives is whole and in order; a channel that can't go on says that it is closed."""
-    ours, theirs = ends
-    got: list[int] = []
-    stop = threading.Event()
+class StrikeAtLine:
+    """Raises at the `n`-th line that the channel's module runs while this is the trace function."""
 
-    def receive() -> None:
-        item = theirs.recv(20)
-        assert bool((item["x"] == item["n"]).all())
-        got.append(item["n"])
+    def __init__(self, n: int) -> None:
+        self.left = n
+        self.where = ""
 
-    def in_thread() -> None:
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith("channel.py") or frame.f_code.co_name == "<listcomp>":
+            return None
+        if event == "line" and self.left >= 0:
+            self.left -= 1
+            if self.left < 0:
+                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                raise Struck
+        return self
+
+    def during(self, act: Any) -> bool:
+        """Whether it struck; False once there are fewer than `n` lines."""
+        before = sys.gettrace()
+        sys.settrace(self)
         try:
-            while not stop.is_set():
-                (receive if direction == "send" else send_next)()
-        except (ChannelClosed, TimeoutError):
-            pass
+            act()
+        except Struck:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
 
-    counter = iter(range(10**9))
 
-    def send_next() -> None:
-        n = next(counter)
-        ours.send(batch(8 * (n * 37 % 9000), n), 20)
+def received(end: Channel) -> list[int]:
+    """Everything that still arrives: whole messages, then nothing or the end."""
+    got = []
+    try:
+        while end.poll(0.0):
+            item = end.recv(5)
+            assert bool((item["x"] == item["n"]).all())
+            got.append(item["n"])
+    except ChannelClosed:
+        pass
+    return got
 
-    end = time.monotonic() + 1.5
-    with running(in_thread):
-        while time.monotonic() < end:
-            try:
-                with strikes(0.002, 0.003):
-                    while time.monotonic() < end:
-                        (send_next if direction == "send" else receive)()
-            except Struck:
-                continue
-            except ChannelClosed:
-                break
-        stop.set()
+
+@pytest.mark.parametrize("num_bytes", [8, 60_000])
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_an_interruption_at_any_line_of_send_never_garbles(options: dict[str, int], num_bytes: int) -> None:
+    for n in range(1000):
+        ours, theirs = channel_pair(**options)
+        ours.send(batch(num_bytes, 1))
+        struck = StrikeAtLine(n)
+        if not struck.during(lambda: ours.send(batch(num_bytes, 2))):  # noqa: B023
+            assert n > 20
+            return
+        with suppress(ChannelClosed):
+            if num_bytes < 100:
+                ours.send(batch(num_bytes, 3), 5)
+        got = received(theirs)
+        assert got in ([1], [1, 2], [1, 3], [1, 2, 3]), struck.where
+        assert ours.closed or num_bytes > 100 or got[-1] == 3, struck.where
         ours.close()
         theirs.close()
-    assert got == sorted(set(got)) and got
+    raise AssertionError("send never came to its end")
+
+
+@pytest.mark.parametrize("num_bytes", [8, 60_000])
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_an_interruption_at_any_line_of_recv_never_garbles(options: dict[str, int], num_bytes: int) -> None:
+    for n in range(1000):
+        ours, theirs = channel_pair(**options)
+        ours.send(batch(num_bytes, 1))
+        struck = StrikeAtLine(n)
+        if not struck.during(lambda: theirs.recv(5)):  # noqa: B023
+            assert n > 20
+            return
+        with suppress(ChannelClosed):
+            ours.send(batch(64, 2), 5)
+        got = received(theirs)
+        assert got in ([1, 2], [2]) or (theirs.closed and got == []), struck.where
+        ours.close()
+        theirs.close()
+    raise AssertionError("recv never came to its end")
 
 
 def test_a_channel_is_pickled_only_while_a_process_is_being_started() -> None:

@@ -54,7 +54,7 @@ def test_a_killed_collate_process_leaves_no_worker_and_is_noticed(method: str) -
     with running_script(TRAINING, method, "until closed", NUM_WORKERS[method]) as process:
         pids = pids_of(process)
         os.kill(pids["collate"], signal.SIGKILL)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
         await_empty_session(process.pid)
     assert "closed: killed by signal SIGKILL" in out and said(err) == "" and process.returncode == 0
 
@@ -77,7 +77,7 @@ def test_ctrl_c_leaves_nobody_and_one_traceback(method: str) -> None:
     with running_script(TRAINING, method, "run", NUM_WORKERS[method]) as process:
         pids_of(process)
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=60)
         await_empty_session(process.pid)
     assert process.returncode == -signal.SIGINT
     assert err.count("Traceback") == 1 and said(err).endswith("KeyboardInterrupt\n"), err
@@ -88,7 +88,7 @@ def test_ctrl_c_while_the_child_starts_strikes_the_main_process_alone(method: st
     with running_script(TRAINING, method, "at once", "1") as process:
         pids_of(process)
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
         await_empty_session(process.pid)
     assert err.count("Traceback") == 1 and said(err).endswith("KeyboardInterrupt\n"), err
 
@@ -97,7 +97,7 @@ def test_sigterm_to_the_main_process_leaves_nobody() -> None:
     with running_script(TRAINING, "fork", "run") as process:
         pids_of(process)
         process.terminate()
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=60)
         await_empty_session(process.pid)
     assert process.returncode == -signal.SIGTERM and "Traceback" not in err
 

@@ -23,6 +23,8 @@ from odb.feed.channel import Channel, channel_pair
 from odb.feed.handoff import dumps_bytes, loads_bytes
 from odb.feed.supervise import at_exit, can_use_signal, guard_against_orphaning, ignore_interrupts, start, stop
 
+_GRACE_S = 40.0  # far more than it takes: a child that has to be killed is a failure, a busy machine is none
+
 
 class Numbers(Dataset[Any]):
     """Samples large enough that a worker's pipe is full at all times: the hard case at the end."""
@@ -72,7 +74,7 @@ class Loader:
 
     def close(self) -> None:
         self.end.close()
-        print(stop(self.process), flush=True)
+        print(stop(self.process, _GRACE_S), flush=True)
 
 
 def announce(loader: Loader) -> None:
@@ -102,7 +104,7 @@ def train(method: str, behaviour: str, num_workers: int) -> None:
             while True:
                 loader.end.recv(60)
         except ChannelClosed:
-            print("closed:", stop(loader.process), flush=True)
+            print("closed:", stop(loader.process, _GRACE_S), flush=True)
     if behaviour == "raise":
         raise LookupError("training failed")
 
