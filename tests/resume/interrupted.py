@@ -33,7 +33,9 @@ def prints(loader: odb.ODBDataLoader, num_steps: int | None = None) -> Prints:
     return out
 
 
-def chain(rank: int, world_size: int, spec: Spec, stops: Sequence[int], epoch: int = 0, num_more: int = 0) -> list[Prints]:
+def chain(
+    rank: int, world_size: int, spec: Spec, stops: Sequence[int], epoch: int = 0, num_more: int = 0
+) -> list[Prints]:
     """One epoch in parts: `stops[0]` steps, then a new loader for `stops[1]` steps and so on, the last one to the end.
 
     Returns what all parts gave in sum, and then `num_more` whole epochs of the last loader.

@@ -38,7 +38,9 @@ SPEC = Spec(LENGTHS, 160, num_workers=0, options={"shuffle": True, "window": 16}
 
 
 def other_lengths(seed: int) -> list[int]:
-    return (np.array(LENGTHS) * np.random.default_rng(seed).uniform(0.5, 2.5, len(LENGTHS))).astype(int).clip(1).tolist()
+    return (
+        (np.array(LENGTHS) * np.random.default_rng(seed).uniform(0.5, 2.5, len(LENGTHS))).astype(int).clip(1).tolist()
+    )
 
 
 @pytest.mark.parametrize("accum", [1, 3])
@@ -291,5 +293,3 @@ def test_through_torch_save(tmp_path: Path) -> None:
 def test_rejected_samples_are_not_made_again() -> None:
     spec = SPEC.but(data={"none_at": range(0, 80, 5)}, options={"on_empty": "skip"})
     assert broken(0, 1, spec, [(k,) for k in (0, 1, 5, 9)])[2] == []
-
-
