@@ -11,12 +11,17 @@ framework is needed: a check that fails raises `AssertionError` with what was ex
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -27,6 +32,7 @@ __all__ = [
     "LengthsDataset",
     "Seen",
     "assert_each_once",
+    "assert_resumable",
     "assert_steps_aligned",
     "assert_within_budget",
     "collate",
@@ -305,3 +311,91 @@ def assert_within_budget(
 def _listed(ids: Sequence[int]) -> str:
     shown = ", ".join(map(str, ids[:_MAX_LISTED]))
     return shown if len(ids) <= _MAX_LISTED else f"{shown}, ..."
+
+
+def assert_resumable(make_loader: Callable[[], Any], num_positions: int | None = None, epoch: int = 0) -> None:
+    """An epoch of this loader, interrupted and resumed, gives the same batches as one that was not, bit for bit.
+
+    The epoch is run twice without interruption, so that what repeats by itself is known; then, for each position, up to
+    there, its state through JSON, and the rest from a new loader. With several ranks, call it on all of them.
+
+    Args:
+        make_loader: gives a new, equal `ODBDataLoader` each time; closed again here.
+        num_positions: how many positions to try, spread evenly from before the first batch to behind the last one;
+            None: all.
+        epoch: which epoch.
+
+    Raises:
+        AssertionError: says where and in what the batches differ, and what that is likely to come from.
+    """
+    reference, again = (_prints(make_loader, epoch)[0] for _ in range(2))
+    _assert_same(
+        again,
+        reference,
+        "two runs without interruption differ: the dataset, its sampler or collate_fn draw random numbers that do not "
+        "depend on (seed, epoch, index) alone; see odb.seeding",
+    )
+    for position in _positions(len(reference), num_positions):
+        head, state = _prints(make_loader, epoch, stop=position)
+        tail, _ = _prints(make_loader, epoch, state=json.loads(json.dumps(state)))
+        _assert_same(
+            head + tail,
+            reference,
+            f"resumed behind batch {position}: a sample must depend on (seed, epoch, index) alone, not on what its "
+            "worker read before; see odb.seeding",
+        )
+
+
+def _positions(num_steps: int, num_positions: int | None) -> list[int]:
+    if num_positions is not None and num_positions < 1:
+        raise ValueError(f"num_positions must be >= 1 or None, got {num_positions}")
+    if num_positions is None or num_positions > num_steps:
+        return list(range(num_steps + 1))
+    return sorted({round(x) for x in np.linspace(0, num_steps, num_positions)})
+
+
+def _prints(
+    make_loader: Callable[[], Any], epoch: int, stop: int | None = None, state: Any = None
+) -> tuple[list[dict[str, str]], Any]:
+    """Fingerprints of a loader's batches from a state (or the epoch's start) on, and its state after `stop` of them."""
+    out: list[dict[str, str]] = []
+    with contextlib.closing(make_loader()) as loader:
+        loader.set_epoch(epoch)
+        if state is not None:
+            loader.load_state_dict(state)
+        if stop != 0:
+            for batch, info in loader.steps():
+                out.append(fingerprint(batch) | {"info": repr(info)})
+                if len(out) == stop:
+                    break
+        return out, loader.state_dict()
+
+
+def fingerprint(batch: Any, name: str = "batch") -> dict[str, str]:
+    """Place in a nested batch -> dtype, shape and hash of a tensor or array, `repr` of anything else."""
+    if isinstance(batch, Mapping):
+        return {k: v for key in batch for k, v in fingerprint(batch[key], f"{name}[{key!r}]").items()}
+    if isinstance(batch, (list, tuple)):
+        return {k: v for i, part in enumerate(batch) for k, v in fingerprint(part, f"{name}[{i}]").items()}
+    if isinstance(batch, torch.Tensor):
+        raw = batch.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {name: f"{batch.dtype} {tuple(batch.shape)} {hashlib.sha256(raw).hexdigest()}"}
+    if isinstance(batch, np.ndarray) and batch.dtype != object:
+        return {name: f"{batch.dtype} {batch.shape} {hashlib.sha256(batch.tobytes()).hexdigest()}"}
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return fingerprint({f.name: getattr(batch, f.name) for f in fields(batch)}, name)
+    return {name: repr(batch)}
+
+
+def _assert_same(found: list[dict[str, str]], expected: list[dict[str, str]], meaning: str) -> None:
+    for number, (one, other) in enumerate(zip_longest(found, expected)):
+        if one is None or other is None:
+            raise AssertionError(f"{len(found)} batches instead of {len(expected)}; {meaning}")
+        places = [place for place in one.keys() | other.keys() if one.get(place) != other.get(place)]
+        if places:
+            raise AssertionError(f"batch {number} differs in {_named(sorted(places))}; {meaning}")
+
+
+def _named(places: Sequence[str]) -> str:
+    shown = ", ".join(places[:_MAX_LISTED])
+    return shown if len(places) <= _MAX_LISTED else f"{shown}, ..."

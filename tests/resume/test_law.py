@@ -1,0 +1,127 @@
+"""The law: what came before the interruption and what comes after it are the uninterrupted epoch, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+from interrupted import broken, chain, prints, through_json
+from scenarios import Spec, log_normal
+from torch.utils.data import DistributedSampler
+
+import odb
+from odb.testing import LengthsDataset, collate
+
+pytestmark = pytest.mark.timeout(120)
+
+LENGTHS = log_normal(90, 20, 0.6, 3, 90, seed=3)
+SPEC = Spec(LENGTHS, 160, num_workers=0, data={"prompt_fraction": 0.3}, options={"shuffle": True, "window": 16})
+#: Rank 0 has many long samples, the others next to none: fillers stand in for them, on rank 2 without ever a real group.
+SKEWED = Spec([80] * 24 + [4, 9, 6, 5], 160, share=[range(24), (24, 25, 26), (), (27,)], num_workers=0)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"grad_accum_steps": 3},
+    "accumulation filled": {"grad_accum_steps": 4, "accum_tail": "fill"},
+    "drop_last": {"drop_last": True},
+    "published": {"policy": "published"},
+    "quota over several passes": {"join": False, "sample_quota": 120},
+    "samples": {"loss_scaling": "samples", "pad_to_multiple_of": 8, "max_samples": 6},
+    "probe": {"on_oversize": "skip", "token_budget": 70},
+}
+
+
+def spec_of(name: str) -> Spec:
+    options = dict(OPTIONS[name])
+    return SPEC.but(token_budget=options.pop("token_budget", 160), options=options)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_step_of_every_kind_of_epoch(name: str) -> None:
+    num_steps, _, bad = broken(0, 1, spec_of(name), None)
+    assert num_steps > 12
+    assert bad == []
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_resumed_twice_in_the_replayed_part_and_behind_it(accum: int) -> None:
+    spec = SPEC.but(options={"grad_accum_steps": accum})
+    pairs = [(k, n) for k in (0, 1, 4, 5, 11) for n in (0, 1, 2, 3, 9)]
+    assert broken(0, 1, spec, [*pairs, (2, 1, 1, 1), (1, 0, 0, 8)])[2] == []
+
+
+def test_second_epoch_and_the_epochs_behind_it() -> None:
+    (whole, *more), found = chain(0, 1, SPEC, (), 1, 2), [chain(0, 1, SPEC, (k,), 1, 2) for k in (0, 7, 16)]
+    assert whole not in more and more[0] != more[1]
+    assert all(one == [whole, *more] for one in found)
+    assert chain(0, 1, SPEC, (), 0) != [whole]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_with_workers(num_workers: int) -> None:
+    spec = SPEC.but(num_workers=num_workers, options={"grad_accum_steps": 2})
+    num_steps = len(chain(0, 1, spec, ())[0])
+    assert broken(0, 1, spec, [(k,) for k in (0, 1, 6, 9, num_steps)])[2] == []
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_on_real_ranks(world_size: int) -> None:
+    spec = SPEC.but(lengths=LENGTHS * 2, options={"grad_accum_steps": 2, "window": 10})
+    stops = [(0,), (1,), (5,), (6, 3)]
+    for num_steps, _, bad in ranks.values(world_size, broken, spec, stops):
+        assert num_steps > 10
+        assert bad == []
+
+
+@pytest.mark.parametrize(("world_size", "accum"), [(2, 1), (4, 3)])
+def test_fillers_are_the_same_after_a_resume(world_size: int, accum: int) -> None:
+    spec = SKEWED.but(options={"grad_accum_steps": accum, "window": 8})
+    found = ranks.values(world_size, broken, spec, [(2,), (5,), (8, 2)])
+    assert [bad for _, _, bad in found] == [[]] * world_size
+    assert max(num_idle for _, num_idle, _ in found) > 5
+
+
+def test_on_two_ranks_with_workers() -> None:
+    spec = SPEC.but(num_workers=2, options={"grad_accum_steps": 2, "persistent_workers": True})
+    for _, _, bad in ranks.values(2, broken, spec, [(3,), (4, 2)], 1):
+        assert bad == []
+
+
+def sampled(rank: int, world_size: int, drop_last: bool) -> list[int]:
+    """Stops after which a resume with `DistributedSampler` does not give the uninterrupted epochs."""
+    dataset = LengthsDataset(LENGTHS)
+
+    def parts(stop: int | None, tells: bool) -> list[Any]:
+        out, state = [], None
+        for end in (None,) if stop is None else (stop, None):
+            sampler = DistributedSampler(dataset, shuffle=True, seed=5, drop_last=drop_last)
+            options: dict[str, Any] = {"token_budget": 160, "window": 12, "collate_fn": collate}
+            with odb.ODBDataLoader(dataset, sampler=sampler, **options) as loader:
+                if tells:
+                    loader.set_epoch(3)
+                if state is not None:
+                    loader.load_state_dict(state)
+                out += prints(loader, end)
+                state = through_json(loader.state_dict())
+                if end is None:
+                    out += prints(loader)  # untold, the sampler gives the same order once more
+        return out
+
+    return [k for tells in (False, True) for k in (1, 5, 8) if parts(k, tells) != parts(None, tells)]
+
+
+def test_with_a_distributed_sampler() -> None:
+    assert ranks.values(2, sampled, True) == [[], []]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_whole_grid(world_size: int, num_workers: int, accum: int) -> None:
+    spec = SPEC.but(num_workers=num_workers, options={"grad_accum_steps": accum})
+    for epoch in (0, 1):
+        for _, _, bad in ranks.values(world_size, broken, spec, None, epoch, timeout=500):
+            assert bad == []
