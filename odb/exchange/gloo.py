@@ -11,8 +11,11 @@ import ctypes
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -91,7 +94,7 @@ class GlooExchange:
         try:
             _join(store, monitor, address, poll)
             before = descriptors.open_sockets()
-            group = _build_group(store, monitor, address)
+            group = _build_group(monitor, address, poll)
         except BaseException:
             monitor.stop(_STORE_LIMIT_S)
             raise
@@ -361,18 +364,48 @@ def _join(store: Any, monitor: Monitor, address: GlooAddress, poll: Poll | None)
         num_here = store.add("here", 0)
 
 
-def _build_group(store: Any, monitor: Monitor, address: GlooAddress) -> Any:
-    """All ranks are there, so this takes milliseconds, or as long as a peer takes to die."""
+def _build_group(monitor: Monitor, address: GlooAddress, poll: Poll | None) -> Any:
+    """All ranks are there, so this takes milliseconds; unless one dies just now, which the monitor or `poll` notice.
+
+    The constructor waits for all ranks and can't be broken off: it runs in a thread, over a connection of its own, since
+    one that waits would keep the monitor from the store.
+    """
+    own = _open_store(address, poll)
+    built: Future[Any] = Future()
+
+    def build() -> None:
+        try:
+            built.set_result(_new_group(own, address))
+        except BaseException as error:
+            built.set_exception(error)
+
+    threading.Thread(target=build, name="odb-meet", daemon=True).start()
+    while True:
+        try:
+            return built.result(0.05)
+        except FutureTimeout:
+            if monitor.error is not None:
+                raise monitor.error from None
+            for event in list(monitor.left.values()):
+                raise event.error("", monitor.name_of([event.rank])) from None
+            if poll is not None:
+                poll()
+        except RuntimeError:
+            if monitor.error is not None:
+                raise monitor.error from None
+            raise
+
+
+def _new_group(store: Any, address: GlooAddress) -> Any:
     limit = timedelta(seconds=min(max(address.timeout_s, 30.0), 300.0))
+    meeting = dist.PrefixStore("gloo", dist.PrefixStore(address.prefix, store))
     try:
         if address.interfaces:
             devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in address.interfaces]
         else:
             devices = [dist.ProcessGroupGloo.create_device(hostname=address.own_address)]
-        return _private.gloo_group(dist.PrefixStore("gloo", store), address.rank, address.world_size, devices, limit)
+        return _private.gloo_group(meeting, address.rank, address.world_size, devices, limit)
     except RuntimeError as error:
-        if monitor.error is not None:
-            raise monitor.error from None
         raise PeerLostError(
             f"the ranks can't connect to each other from {address.own_address} (timeout {limit}): "
             f"{(str(error).splitlines() or ['?'])[0]}"

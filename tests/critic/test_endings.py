@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import odb
+from odb.errors import MeasureError
 from odb.testing import LengthsDataset, collate, record
 
 pytestmark = pytest.mark.timeout(60)
@@ -35,4 +36,22 @@ def test_stop_iteration_in_the_dataset_is_an_error_and_no_end(kind: type[Lengths
         odb.ODBDataLoader(kind([5] * 40), token_budget=64, collate_fn=collate, num_workers=num_workers) as loader,
         pytest.raises(RuntimeError, match="StopIteration"),
     ):
+        record(loader)
+
+
+@pytest.mark.parametrize(
+    "data, options",
+    [
+        ({"none_at": range(6)}, {"on_empty": "skip"}),
+        ({"fail_at": range(6)}, {"on_sample_error": "skip"}),
+        ({}, {"on_oversize": "skip", "token_budget": 4}),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_quota_that_no_sample_can_fill_is_an_error(
+    data: dict[str, Any], options: dict[str, Any], num_workers: int
+) -> None:
+    options = {"token_budget": 64, "join": False, "sample_quota": 10, "num_workers": num_workers} | options
+    loader = odb.ODBDataLoader(LengthsDataset([5] * 6, **data), collate_fn=collate, **options)
+    with loader, pytest.raises(MeasureError, match=r"sample_quota=10 can't be reached"):
         record(loader)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 import ranks
 
@@ -24,3 +27,21 @@ def test_a_rank_that_draws_learns_of_a_peers_failure(num_workers: int) -> None:
     assert failed.error is not None and "bad sample 0" in failed.error.text
     assert drawing.error is not None and drawing.error.type_name == "PeerFailedError"
     assert drawing.seconds < 15
+
+
+class EndsItsWorker(LengthsDataset):
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            os._exit(3)
+        return super().__getitem__(index)
+
+
+def lose_a_worker_while_the_ranks_meet(rank: int, world_size: int) -> None:
+    with odb.ODBDataLoader(EndsItsWorker([5] * 40), token_budget=64, collate_fn=collate, num_workers=1) as loader:
+        record(loader)
+
+
+def test_a_worker_that_dies_while_the_ranks_meet_ends_all_ranks_soon() -> None:
+    peer, culprit = ranks.run_ranks(2, lose_a_worker_while_the_ranks_meet, timeout=25)
+    assert culprit.error is not None and "exit code 3" in culprit.error.text
+    assert peer.error is not None and "exit code 3" in peer.error.text
