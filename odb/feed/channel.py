@@ -31,7 +31,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import context
 from typing import Any
 
@@ -295,10 +295,8 @@ class Channel:
             return
         self._closed = reason
         if hang_up:
-            try:
+            with suppress(OSError):  # the other end was faster
                 self._sock.shutdown(socket.SHUT_RDWR)
-            except OSError:  # the other end was faster
-                pass
         self._sock.close()
         while self._fds:
             os.close(self._fds.pop())

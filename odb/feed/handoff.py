@@ -48,8 +48,12 @@ _NATIVE = frozenset(
         torch.int16,
         torch.int32,
         torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
     )
-    + (torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 )  # dtypes that NumPy has too; the others travel as bytes
 _MAX_DEPTH = 64  # of the search for what can't be pickled
 
@@ -186,7 +190,8 @@ def _tensor_of_bytes(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 
 def _array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    return np.ndarray(shape, dtype, buffer)
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer)
+    return array
 
 
 def _decorated(tensor: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
@@ -238,7 +243,7 @@ def locate_unpicklable(obj: Any, name: str, can_pickle: Callable[[Any], bool] | 
 def _can_pickle(obj: Any) -> bool:
     try:
         _Pickler(io.BytesIO(), _PROTOCOL, buffer_callback=lambda _: None).dump(obj)
-    except Exception:  # noqa: BLE001 - whatever it is, it can't be pickled
+    except Exception:  # whatever it is, it can't be pickled
         return False
     return True
 

@@ -62,6 +62,9 @@ def start(
 
     Args:
         context: a `multiprocessing` context or the name of a start method; None for the default one.
+        target: what the process runs.
+        args: its arguments.
+        name: of the process, for errors and for `ps`.
 
     Raises:
         ConfigError: this process may not have children, or an argument can't be pickled under spawn or forkserver.
@@ -104,7 +107,7 @@ def stop(process: BaseProcess, grace_s: float = 5.0) -> str:
                     end_it()
                 process.join(wait_s)
         return describe_exit(process)
-    except Exception as error:  # noqa: BLE001 - runs where an error would hide the one that led here
+    except Exception as error:  # runs where an error would hide the one that led here
         _log.warning("%s could not be stopped: %r", process.name, error)
         return f"could not be stopped ({error!r})"
     except BaseException:
@@ -154,7 +157,7 @@ def _can_pickle_for_start(obj: Any) -> bool:
         ForkingPickler.dumps(obj)
     except RuntimeError:  # a lock, a queue, a channel: can be pickled, but only while a process is being started
         return True
-    except Exception:  # noqa: BLE001 - whatever it is, it can't be pickled
+    except Exception:  # whatever it is, it can't be pickled
         return False
     return True
 
@@ -312,7 +315,7 @@ def _run_callbacks() -> None:
         try:
             if callback is not None:
                 callback()
-        except Exception:  # noqa: BLE001 - the others must run too
+        except Exception:  # the others must run too
             _log.exception("an exit callback failed")
 
 

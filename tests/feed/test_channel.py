@@ -183,7 +183,7 @@ def test_closing_wakes_a_thread_that_waits() -> None:
     def wait() -> None:
         try:
             ours.recv(30)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             caught.append(error)
 
     with running(wait):

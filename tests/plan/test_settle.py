@@ -177,7 +177,7 @@ def test_the_digest_depends_on_what_was_decided_and_on_the_past() -> None:
 
 def test_a_row_of_another_version_or_width_is_refused() -> None:
     row = wire.encode(report())
-    with pytest.raises(DisagreementError, match="rank 3.*version 7") as caught:
+    with pytest.raises(DisagreementError, match=r"rank 3.*version 7") as caught:
         wire.decode(np.concatenate([[7], row[1:]]), 3)
     assert caught.value.ranks == (3,)
     for bad in (row[:-1], np.concatenate([row, [0]]), row[:0]):
