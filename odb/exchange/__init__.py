@@ -1,0 +1,1 @@
+"""Transports between ranks. `base` has their contract, `memory` and `gloo` keep it."""

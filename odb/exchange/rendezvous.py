@@ -1,7 +1,11 @@
 """How a loader's ranks find each other: run in the training process, through the default group's store alone.
 
-No collective is run on the training group, which may be NCCL and in use. Rank 0 hosts one store per default group; every
-rank publishes a record under its key there, reads all records, and comes to the same conclusions from them.
+No collective is run on the training group, which may be NCCL and in use. Rank 0 hosts one store per default group;
+every rank publishes a record under its key in the default store, reads all records, and concludes the same from them.
+
+Forking while peers connect is a trap: the store's server thread, in rank 0's training process, resolves the name of
+every peer that connects, under a lock of the C library that a child forked at that moment inherits locked for ever. So
+where collate processes are forked, rank 0 lets its peers go on only once its own one is there: see `admit_peers`.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import json
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,6 +26,7 @@ from odb.errors import ConfigError, ExchangeError, ExchangeTimeout, PeerFailedEr
 from odb.exchange import _private, hosts
 from odb.exchange.base import Poll
 from odb.exchange.gloo import GlooAddress
+from odb.exchange.monitor import first_line
 from odb.exchange.watch import bounded, name_ranks
 
 dist: Any = torch.distributed  # its stubs leave out the stores
@@ -59,15 +64,18 @@ def rendezvous(
     timeout_s: float = 600.0,
     fingerprint: Mapping[str, str] | None = None,
     loader_number: int | None = None,
+    forks: bool = False,
     poll: Poll | None = None,
 ) -> GlooAddress | None:
     """Finds the other ranks of this loader. Collective over the default group's ranks, in the same order on all.
 
     Args:
-        dp_rank, dp_world_size: this rank among the data-parallel ranks; both or neither. Default: the global ones.
+        dp_rank: this rank among the data-parallel ranks; default: the global rank.
+        dp_world_size: how many those are; given together with `dp_rank`.
         timeout_s: for the slowest rank to come, and later for a peer that is silent (seconds).
         fingerprint: settings, compared by `GlooExchange.explain_disagreement`.
         loader_number: which loader this is, equal on all ranks (see `next_loader_number`); default: the next one.
+        forks: this process is about to fork the one that connects; `admit_peers` must be called once it did.
         poll: called while waiting.
 
     Returns:
@@ -91,8 +99,22 @@ def rendezvous(
     number = next_loader_number() if loader_number is None else loader_number
     default = _private.default_store()
     _publish(default, f"odb/{number}", rank, claim)
-    records = _collect(default, f"odb/{number}", world_size, number, timeout_s, poll)
-    return resolve(records, rank, number, timeout_s, dict(fingerprint or {}))
+    wait = _Wait(default, f"odb/{number}", number, timeout_s, poll)
+    address = resolve(wait.for_records(world_size), rank, number, timeout_s, dict(fingerprint or {}))
+    if rank != 0:
+        wait.for_admission()
+    elif not forks:
+        admit_peers(address)
+    return address
+
+
+def admit_peers(address: GlooAddress) -> None:
+    """Lets the other ranks connect to what this process hosts; does nothing on ranks that host nothing.
+
+    To be called after `rendezvous(forks=True)`, once the process that connects has been forked.
+    """
+    if dist.get_rank() == 0:
+        _private.default_store().set(f"odb/{address.loader_number}/open", "1")
 
 
 def next_loader_number() -> int:
@@ -114,7 +136,6 @@ def resolve(
     addresses = [hosts.pick_address(record.addresses, all_hosts) for record in records]
     store_host = records[0].store_name or addresses[0]
     hosts.check_reachable(all_hosts, addresses, store_host)
-    own_host_rank = records[0].dp_rank
     return GlooAddress(
         host=store_host,
         port=records[0].port,
@@ -124,7 +145,8 @@ def resolve(
         timeout_s=timeout_s,
         own_address=addresses[rank],
         interfaces=hosts.chosen_interfaces(),
-        host_rank=own_host_rank,
+        host_rank=records[0].dp_rank,
+        loader_number=number,
         global_ranks=members,
         fingerprint=tuple(sorted(fingerprint.items())),
     )
@@ -157,8 +179,8 @@ def exchange_members(claims: Sequence[tuple[int, int]], rank: int) -> tuple[int,
     if uneven or count * size != len(claims):
         said = "; ".join(f"dp_rank {dp_rank}: {name_ranks(who)}" for dp_rank, who in sorted(uneven.items())[:8])
         raise ConfigError(
-            f"{len(claims)} ranks with dp_world_size={size} need {len(claims) / size:g} ranks for every dp_rank, but the "
-            f"global ranks are {said}"
+            f"{len(claims)} ranks with dp_world_size={size} need {len(claims) / size:g} ranks for every dp_rank, but "
+            f"the global ranks are {said}"
         )
     replica = partners[claims[rank][0]].index(rank)
     return tuple(partners[dp_rank][replica] for dp_rank in range(size))
@@ -207,30 +229,48 @@ def _hosted_store(default: Any) -> Any:
     return _hosted[1]
 
 
-def _collect(
-    default: Any, prefix: str, world_size: int, number: int, timeout_s: float, poll: Poll | None
-) -> list[Record]:
-    """All ranks' records. Asks for one number until all are there: cheap for the store, quiet in the log."""
-    began, pause = time.monotonic(), 0.001
-    try:
-        while default.add(f"{prefix}/count", 0) < world_size:
-            if time.monotonic() - began > timeout_s:
-                raise _too_late(default, prefix, world_size, number, timeout_s)
-            if poll is not None:
-                poll()
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
-        return [Record.decode(default.get(f"{prefix}/{rank}")) for rank in range(world_size)]
-    except dist.DistError as gone:
-        raise ExchangeError(
-            f"the default group's store can't be reached any more: {str(gone).splitlines()[0]}"
-        ) from None
+class _Wait:
+    """Waits on the default store. Asks for one small value until it is there: cheap for the store, quiet in the log."""
 
+    def __init__(self, default: Any, prefix: str, number: int, timeout_s: float, poll: Poll | None) -> None:
+        self._default, self._prefix, self._number = default, prefix, number
+        self._timeout_s, self._poll = timeout_s, poll
 
-def _too_late(default: Any, prefix: str, world_size: int, number: int, timeout_s: float) -> ExchangeTimeout:
-    missing = [rank for rank in range(world_size) if not default.check([f"{prefix}/{rank}"])]
-    return ExchangeTimeout(
-        f"{name_ranks(missing)} has not started its loader number {number} within {timeout_s:g} s (timeout_s): every rank "
-        f"must iterate its loaders in the same order, and a loader that only some ranks use needs dp_world_size=1",
-        tuple(missing),
-    )
+    def for_records(self, world_size: int) -> list[Record]:
+        """All ranks' records."""
+
+        def late() -> ExchangeTimeout:
+            missing = [rank for rank in range(world_size) if not self._default.check([f"{self._prefix}/{rank}"])]
+            return ExchangeTimeout(
+                f"{name_ranks(missing)} has not started its loader number {self._number} within {self._timeout_s:g} s "
+                f"(timeout_s): every rank must iterate its loaders in the same order, and a loader that only some "
+                f"ranks use needs dp_world_size=1",
+                tuple(missing),
+            )
+
+        self._until(lambda: self._default.add(f"{self._prefix}/count", 0) >= world_size, late)
+        return [Record.decode(self._default.get(f"{self._prefix}/{rank}")) for rank in range(world_size)]
+
+    def for_admission(self) -> None:
+        """Rank 0's word that peers may connect."""
+
+        def late() -> ExchangeTimeout:
+            return ExchangeTimeout(
+                f"rank 0 has not started the process of its loader number {self._number} within {self._timeout_s:g} s",
+                (0,),
+            )
+
+        self._until(lambda: self._default.check([f"{self._prefix}/open"]), late)
+
+    def _until(self, there: Callable[[], bool], late: Callable[[], ExchangeTimeout]) -> None:
+        began, pause = time.monotonic(), 0.001
+        try:
+            while not there():
+                if time.monotonic() - began > self._timeout_s:
+                    raise late()
+                if self._poll is not None:
+                    self._poll()
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.05)
+        except dist.DistError as gone:
+            raise ExchangeError(f"the default group's store can't be reached any more: {first_line(gone)}") from None
