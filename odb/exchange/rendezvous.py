@@ -5,7 +5,8 @@ every rank publishes a record under its key in the default store, reads all reco
 
 Forking while peers connect is a trap: the store's server thread, in rank 0's training process, resolves the name of
 every peer that connects, under a lock of the C library that a child forked at that moment inherits locked for ever. So
-where collate processes are forked, rank 0 lets its peers go on only once its own one is there: see `admit_peers`.
+where collate processes are forked, rank 0 lets its peers go on only once its own one is there (see `admit_peers`), and
+forks for its next loader only once the peers of the one before have connected.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from odb.exchange.watch import bounded, name_ranks
 dist: Any = torch.distributed  # its stubs leave out the stores
 
 _numbers = itertools.count()
+_connecting: list[tuple[str, int]] = []  # rank 0: prefix and size of exchanges whose ranks may not have connected yet
 _hosted: tuple[weakref.ref[Any], Any] | None = None  # the default store for which we host, and what we host
+
+
+#: How long rank 0 waits with its next fork for peers that are about to connect (seconds).
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -100,10 +106,15 @@ def rendezvous(
     default = _private.default_store()
     _publish(default, f"odb/{number}", rank, claim)
     wait = _Wait(default, f"odb/{number}", number, timeout_s, poll)
-    address = resolve(wait.for_records(world_size), rank, number, timeout_s, dict(fingerprint or {}))
+    records = wait.for_records(world_size)
+    address = resolve(records, rank, number, timeout_s, dict(fingerprint or {}))
     if rank != 0:
         wait.for_admission()
-    elif not forks:
+        return address
+    if forks:
+        wait.for_connections(_hosted_store(default))
+    _connecting.extend(_exchanges(records, number))
+    if not forks:
         admit_peers(address)
     return address
 
@@ -139,7 +150,7 @@ def resolve(
     return GlooAddress(
         host=store_host,
         port=records[0].port,
-        prefix=f"odb/{number}/{members[0]}",
+        prefix=_prefix(number, members),
         rank=records[rank].dp_rank,
         world_size=len(members),
         timeout_s=timeout_s,
@@ -150,6 +161,17 @@ def resolve(
         global_ranks=members,
         fingerprint=tuple(sorted(fingerprint.items())),
     )
+
+
+def _prefix(number: int, members: Sequence[int]) -> str:
+    return f"odb/{number}/{members[0]}"
+
+
+def _exchanges(records: Sequence[Record], number: int) -> list[tuple[str, int]]:
+    """Prefix and number of ranks of every exchange of a loader: one, or as many as there are model-parallel partners."""
+    claims = [(record.dp_rank, record.dp_world_size) for record in records]
+    firsts = [rank for rank, (dp_rank, _) in enumerate(claims) if dp_rank == 0]
+    return [(_prefix(number, [first]), claims[0][1]) for first in firsts]
 
 
 def exchange_members(claims: Sequence[tuple[int, int]], rank: int) -> tuple[int, ...]:
@@ -225,6 +247,7 @@ def _hosted_store(default: Any) -> Any:
     global _hosted
     if _hosted is None or _hosted[0]() is not default:
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+        _connecting.clear()
         _hosted = (weakref.ref(default), store)
     return _hosted[1]
 
@@ -261,6 +284,17 @@ class _Wait:
             )
 
         self._until(lambda: self._default.check([f"{self._prefix}/open"]), late)
+
+    def for_connections(self, hosted: Any) -> None:
+        """All ranks of earlier exchanges have connected. A rank that doesn't is no reason to wait for long."""
+        deadline = time.monotonic() + min(self._timeout_s, _CONNECT_S)
+        while _connecting and time.monotonic() < deadline:
+            _connecting[:] = [(prefix, size) for prefix, size in _connecting if hosted.add(f"{prefix}/here", 0) < size]
+            if _connecting:
+                if self._poll is not None:
+                    self._poll()
+                time.sleep(0.005)
+        _connecting.clear()
 
     def _until(self, there: Callable[[], bool], late: Callable[[], ExchangeTimeout]) -> None:
         began, pause = time.monotonic(), 0.001

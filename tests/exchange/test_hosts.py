@@ -45,7 +45,9 @@ def test_what_is_ours_and_what_is_loopback() -> None:
     assert hosts.is_ours("127.0.0.1")
     assert not hosts.is_ours("192.0.2.1")
     assert not hosts.is_ours("does-not-resolve.invalid")
-    assert [hosts.is_loopback(h) for h in ("localhost", "127.0.1.1", "::1", "10.0.0.1", "node7")] == [True] * 3 + [False] * 2
+    assert [hosts.is_loopback(h) for h in ("localhost", "127.0.1.1", "::1", "10.0.0.1", "node7")] == [True] * 3 + [
+        False
+    ] * 2
 
 
 def test_loopback_serves_one_host() -> None:
@@ -56,7 +58,9 @@ def test_loopback_serves_one_host() -> None:
 def test_loopback_between_hosts_is_avoided_else_refused() -> None:
     assert hosts.pick_address(["127.0.1.1", "10.0.0.1"], [HERE, THERE]) == "10.0.0.1"
     hosts.check_reachable([HERE, THERE], ["10.0.0.1", "10.0.0.2"], "node-a")
-    with pytest.raises(ConfigError, match=r"2 hosts \(a, b\).*rank 1 would be reached under 127.0.1.1.*GLOO_SOCKET_IFNAME"):
+    with pytest.raises(
+        ConfigError, match=r"2 hosts \(a, b\).*rank 1 would be reached under 127.0.1.1.*GLOO_SOCKET_IFNAME"
+    ):
         hosts.check_reachable([HERE, THERE], ["10.0.0.1", "127.0.1.1"], "node-a")
     with pytest.raises(ConfigError, match="rank 0 would be reached under localhost"):
         hosts.check_reachable([HERE, THERE], ["10.0.0.1", "10.0.0.2"], "localhost")

@@ -76,7 +76,9 @@ def test_error_names_ranks_limit_and_call() -> None:
     ("kind", "expected", "ranks"),
     [(FAILED, PeerFailedError, (3,)), (CLOSED, PeerClosedError, (3,)), (TIMEOUT, ExchangeTimeout, (1,))],
 )
-def test_events_survive_their_log_and_become_errors(kind: str, expected: type[Exception], ranks: tuple[int, ...]) -> None:
+def test_events_survive_their_log_and_become_errors(
+    kind: str, expected: type[Exception], ranks: tuple[int, ...]
+) -> None:
     event = Event(3, kind, 7, (1,))
     assert Event.decode_all((event.encode() * 2).encode()) == [event, event]
     error = event.error("the text", "rank 3")
