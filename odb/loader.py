@@ -31,7 +31,7 @@ from odb.collators import PadCollator, PerSample
 from odb.config import OPTION_NAMES, ODBConfig, make_config
 from odb.errors import ConfigError
 from odb.exchange.gloo import GlooAddress, report_failure
-from odb.exchange.rendezvous import global_rank_and_size, refuse, rendezvous
+from odb.exchange.rendezvous import admit_peers, global_rank_and_size, refuse, rendezvous
 from odb.feed import supervise
 from odb.feed.backend import Backend, InlineBackend, ProcessBackend
 from odb.feed.engine import ResumePoint, RoundMark
@@ -378,17 +378,25 @@ class ODBDataLoader:
             self._drop_backend()
         if self._backend is None:
             self._home = home
-            spec = self._make_spec()
-            if self.num_workers == 0:
-                backend: Backend = InlineBackend(spec)
-            else:
-                backend = ProcessBackend(spec, self._source.multiprocessing_context, _pinner(self.pin_memory))
+            backend = self._make_backend()
             self._backend = backend
             self._finalizer = weakref.finalize(self, backend.close)
             supervise.at_exit(backend.close)  # before multiprocessing waits for the collate process
         return self._backend
 
-    def _make_spec(self) -> NodeSpec:
+    def _make_backend(self) -> Backend:
+        start_method = self._source.multiprocessing_context or multiprocessing.get_start_method()
+        forks = self.num_workers > 0 and start_method == "fork"
+        spec = self._make_spec(forks)
+        try:
+            if self.num_workers == 0:
+                return InlineBackend(spec)
+            return ProcessBackend(spec, start_method, _pinner(self.pin_memory))
+        finally:
+            if forks and spec.address is not None:
+                admit_peers(spec.address)
+
+    def _make_spec(self, forks: bool) -> NodeSpec:
         config = self.config
         fingerprint = self._settings()
         address = rendezvous(
@@ -396,6 +404,7 @@ class ODBDataLoader:
             dp_world_size=config.dp_world_size,
             timeout_s=config.timeout_s,
             fingerprint=fingerprint,
+            forks=forks,
         )
         self._address = address
         return NodeSpec(

@@ -1,1 +1,1 @@
-"""Transports between ranks: see `odb.exchange.base` for the contract."""
+"""Transports between ranks. `base` has their contract, `memory` and `gloo` keep it."""

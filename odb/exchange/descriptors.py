@@ -1,7 +1,7 @@
 """The sockets that a Gloo group opened: needed where a pending collective must end, which Gloo has no call for.
 
-A group can't be taken apart while a collective waits for a peer: its destructor waits too. Shutting down the group's own
-connections ends the collective with an error, here and at once also on the peers.
+A group can't be taken apart while a collective waits for a peer: its destructor waits too. Shutting down the group's
+own connections ends the collective with an error, here and at once also on the peers.
 """
 
 from __future__ import annotations

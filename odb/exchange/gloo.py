@@ -1,8 +1,8 @@
-"""The exchange over Gloo: a group of its own, in a collate process or in the training process, never the training group.
+"""The exchange over Gloo: a group of its own, in a collate process or the training process, never the training group.
 
-What Gloo lacks is added beside it, through a store that rank 0's training process hosts: who failed and why, who is late,
-who is busy, who left (see `watch` and `monitor`). Gloo's own time limit is practically infinite, since a peer may be busy
-for hours; the limits that count are kept here.
+What Gloo lacks is added beside it, through a store that rank 0's training process hosts: who failed and why, who is
+late, who is busy, who left (see `watch` and `monitor`). Gloo's own time limit is practically infinite, since a peer may
+be busy for hours; the limits that count are kept here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +27,7 @@ import torch.distributed
 from odb.errors import ExchangeError, ExchangeTimeout, PeerLostError
 from odb.exchange import _private, descriptors
 from odb.exchange.base import Poll
-from odb.exchange.monitor import SILENT_S, Monitor
+from odb.exchange.monitor import SILENT_S, Monitor, first_line
 from odb.exchange.watch import CLOSED, FAILED, bounded
 from odb.plan.types import I64
 
@@ -58,6 +57,7 @@ class GlooAddress:
     interfaces: tuple[str, ...] = ()  # GLOO_SOCKET_IFNAME, if set
     host_rank: int = 0  # the data-parallel rank of the process that hosts the store
     global_ranks: tuple[int, ...] = ()  # of the exchange's ranks, for messages
+    loader_number: int = 0
     fingerprint: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # settings, for `explain_disagreement`
 
 
@@ -87,14 +87,20 @@ class GlooExchange:
             ExchangeTimeout: ranks didn't come within `address.timeout_s`; names them.
             PeerFailedError, PeerClosedError, PeerLostError: as in a collective.
         """
+        poll = poll or _no_poll
         store = dist.PrefixStore(address.prefix, _open_store(address, poll))
         monitor = Monitor(
             store, address.rank, address.world_size, address.timeout_s, address.host_rank, address.global_ranks
         )
+
+        def tick() -> None:
+            monitor.check(call=1)
+            poll()
+
         try:
-            _join(store, monitor, address, poll)
+            _join(store, monitor, address, tick)
             before = descriptors.open_sockets()
-            group = _build_group(monitor, address, poll)
+            group = _build_group(store, address, tick)
         except BaseException:
             monitor.stop(_STORE_LIMIT_S)
             raise
@@ -125,7 +131,7 @@ class GlooExchange:
             self._monitor.busy -= 1
 
     def publish_failure(self, text: str) -> None:
-        """Tells all ranks why this one can't go on; once. Does nothing when a peer's failure was first. Never raises."""
+        """Tells all ranks, once, why this one can't go on. Nothing when a peer's failure was first. Never raises."""
         if self._error is not None:
             return
         self._error = ExchangeError(f"this rank failed:\n{bounded(text)}", (self.rank,))
@@ -187,10 +193,10 @@ class GlooExchange:
             raise self._error
         monitor = self._monitor
         try:
-            self._check()
             monitor.call += 1
+            monitor.check(monitor.call)
             self._work = self._start(start, poll)
-            self._wait(self._work, poll)
+            self._wait(poll)
             self._work = None
         except BaseException as error:
             self._error = error
@@ -202,41 +208,26 @@ class GlooExchange:
         try:
             return start()
         except RuntimeError as error:  # a connection that broke before the call
-            raise self._diagnose(str(error), poll) from None
+            raise self._diagnose(first_line(error), poll) from None
 
-    def _wait(self, work: Any, poll: Poll | None) -> None:
+    def _wait(self, poll: Poll | None) -> None:
+        # No local name for the work: the frames of a kept error would keep it, and with it the group's connections.
         began = time.monotonic()
         while True:
-            over = work.is_completed()
+            over = self._work.is_completed()
             try:
-                work.wait(timedelta(seconds=SLICE_S))
+                self._work.wait(timedelta(seconds=SLICE_S))
                 return
             except RuntimeError as error:  # the slice is over, or the collective is
                 if over:
-                    raise self._diagnose(str(error), poll) from None
-            if work.is_completed():
+                    raise self._diagnose(first_line(error), poll) from None
+            if self._work.is_completed():
                 continue
-            self._check()
+            self._monitor.check(self._monitor.call)
             if time.monotonic() - began > SLOW_S:
                 self._monitor.waiting = began
             if poll is not None:
                 poll()
-
-    def _check(self) -> None:
-        """Raises what the monitor has found."""
-        monitor = self._monitor
-        if monitor.error is not None:
-            raise monitor.error
-        for event in list(monitor.left.values()):
-            if event.call < monitor.call:
-                raise event.error("", monitor.name_of([event.rank]))
-        if time.monotonic() - monitor.last_contact > max(self._address.timeout_s, _STORE_LIMIT_S):
-            host = self._address.host_rank
-            raise ExchangeTimeout(
-                f"{monitor.name_of([host])}, whose training process hosts the ranks' meeting point, has not answered for "
-                f"{self._address.timeout_s:g} s (timeout_s)",
-                (host,),
-            )
 
     def _diagnose(self, gloo_says: str, poll: Poll | None) -> ExchangeError:
         """Gloo broke a collective off and does not say who: the peer's own words, or whoever has fallen silent."""
@@ -244,7 +235,7 @@ class GlooExchange:
             before = self._monitor.beats(_STORE_LIMIT_S)
             until = time.monotonic() + SILENT_S
             while time.monotonic() < until:
-                self._check()
+                self._monitor.check(self._monitor.call)
                 if poll is not None:
                     poll()
                 time.sleep(0.05)
@@ -258,7 +249,7 @@ class GlooExchange:
         return self._monitor.error or error
 
     def _lost(self, silent: tuple[int, ...], gloo_says: str) -> PeerLostError:
-        cause = (gloo_says.splitlines() or ["?"])[0][:300]
+        cause = gloo_says[:300]
         if not silent:
             return PeerLostError(
                 f"a connection between ranks broke, yet all ranks are alive: check the network ({cause})"
@@ -280,10 +271,17 @@ class GlooExchange:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # stays until the process ends, rather than hang in it
 
 
+def _no_poll() -> None:
+    """Nothing to react to."""
+
+
 def report_failure(address: GlooAddress, text: str) -> None:
-    """Tells all ranks that `address.rank` failed, from outside of its exchange: when its collate process died. Never raises."""
+    """Tells all ranks, from outside of its exchange, that `address.rank` failed: its collate process died.
+
+    Never raises; takes at most about 10 s, where the store is gone.
+    """
     with suppress(RuntimeError, ExchangeError):
-        store = dist.PrefixStore(address.prefix, _open_store(address, None, limit_s=_STORE_LIMIT_S))
+        store = dist.PrefixStore(address.prefix, _open_store(address, _no_poll, _STORE_LIMIT_S))
         monitor = Monitor(
             store, address.rank, address.world_size, address.timeout_s, address.host_rank, address.global_ranks
         )
@@ -317,28 +315,63 @@ def _ranges(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
-def _open_store(address: GlooAddress, poll: Poll | None, limit_s: float | None = None) -> Any:
+def _open_store(address: GlooAddress, tick: Callable[[], None], limit_s: float = 30.0) -> Any:
     """Our own connection to the store. Tried with a plain socket first: the store's own retries are slow and loud."""
-    deadline = time.monotonic() + (min(address.timeout_s, 30.0) if limit_s is None else limit_s)
+    deadline = time.monotonic() + limit_s
     while True:
         try:
             socket.create_connection((address.host, address.port), timeout=2.0).close()
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                raise PeerLostError(
-                    f"rank {address.host_rank} can't be reached under {address.host}:{address.port} ({error}): its "
-                    f"training process, which hosts the ranks' meeting point, is gone, or a firewall is between the hosts",
-                    (address.host_rank,),
-                ) from None
-        if poll is not None:
-            poll()
+                raise _unreachable(address, str(error)) from None
+        tick()
         time.sleep(0.1)
-    limit = timedelta(seconds=30)
-    return dist.TCPStore(address.host, address.port, None, False, limit, wait_for_workers=False)
+    limit = timedelta(seconds=limit_s)
+    try:
+        return _patiently(
+            lambda: dist.TCPStore(address.host, address.port, None, False, limit, wait_for_workers=False), limit_s, tick
+        )
+    except TimeoutError:
+        raise ExchangeError(
+            f"connecting to {address.host}:{address.port} hangs: this process was forked while a thread of its parent "
+            f"held a lock of the system's name resolver (see odb.exchange.rendezvous), or name resolution takes more "
+            f"than {limit_s:g} s; another start method (spawn, forkserver) does not have the first problem"
+        ) from None
 
 
-def _join(store: Any, monitor: Monitor, address: GlooAddress, poll: Poll | None) -> None:
+def _unreachable(address: GlooAddress, why: str) -> PeerLostError:
+    return PeerLostError(
+        f"rank {address.host_rank} can't be reached under {address.host}:{address.port} ({why}): its training process, "
+        f"which hosts the ranks' meeting point, is gone, or a firewall is between the hosts",
+        (address.host_rank,),
+    )
+
+
+def _patiently(make: Callable[[], Any], limit_s: float, tick: Callable[[], None]) -> Any:
+    """The result of a call that may block for long, made in a thread so that `tick` runs meanwhile and may raise.
+
+    Raises:
+        TimeoutError: it took longer than `limit_s`. (The thread, a daemon, stays with it.)
+    """
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(make())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="odb-exchange-connect", daemon=True).start()
+    deadline = time.monotonic() + limit_s
+    while not wait([future], timeout=SLICE_S).done:
+        tick()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"still blocked after {limit_s:g} s")
+    return future.result()
+
+
+def _join(store: Any, monitor: Monitor, address: GlooAddress, tick: Callable[[], None]) -> None:
     """Says that this rank is here, and waits until all are."""
     if store.add(f"joined/{address.rank}", 1) > 1:
         raise ExchangeError(f"rank {address.rank} has used this address before: each exchange needs one of its own")
@@ -347,66 +380,37 @@ def _join(store: Any, monitor: Monitor, address: GlooAddress, poll: Poll | None)
     monitor.start()
     began, pause = time.monotonic(), 0.001
     while num_here < address.world_size:
-        if monitor.error is not None:
-            raise monitor.error
-        for event in monitor.left.values():
-            raise event.error("", monitor.name_of([event.rank]))
+        tick()
         if time.monotonic() - began > address.timeout_s:
             missing = [rank for rank in range(address.world_size) if not store.check([f"joined/{rank}"])]
             raise ExchangeTimeout(
                 f"{monitor.name_of(missing)} did not join the exchange within {address.timeout_s:g} s (timeout_s)",
                 tuple(missing),
             )
-        if poll is not None:
-            poll()
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
         num_here = store.add("here", 0)
 
 
-def _build_group(monitor: Monitor, address: GlooAddress, poll: Poll | None) -> Any:
-    """All ranks are there, so this takes milliseconds; unless one dies just now, which the monitor or `poll` notice.
+def _build_group(store: Any, address: GlooAddress, tick: Callable[[], None]) -> Any:
+    """All ranks are there, so this takes milliseconds, or until a peer's death is noticed."""
+    limit_s = min(max(address.timeout_s, 30.0), 300.0)
 
-    The constructor waits for all ranks and can't be broken off: it runs in a thread, over a connection of its own, since
-    one that waits would keep the monitor from the store.
-    """
-    own = _open_store(address, poll)
-    built: Future[Any] = Future()
-
-    def build() -> None:
-        try:
-            built.set_result(_new_group(own, address))
-        except BaseException as error:
-            built.set_exception(error)
-
-    threading.Thread(target=build, name="odb-meet", daemon=True).start()
-    while True:
-        try:
-            return built.result(0.05)
-        except FutureTimeout:
-            if monitor.error is not None:
-                raise monitor.error from None
-            for event in list(monitor.left.values()):
-                raise event.error("", monitor.name_of([event.rank])) from None
-            if poll is not None:
-                poll()
-        except RuntimeError:
-            if monitor.error is not None:
-                raise monitor.error from None
-            raise
-
-
-def _new_group(store: Any, address: GlooAddress) -> Any:
-    limit = timedelta(seconds=min(max(address.timeout_s, 30.0), 300.0))
-    meeting = dist.PrefixStore("gloo", dist.PrefixStore(address.prefix, store))
-    try:
+    def make() -> Any:
         if address.interfaces:
             devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in address.interfaces]
         else:
             devices = [dist.ProcessGroupGloo.create_device(hostname=address.own_address)]
-        return _private.gloo_group(meeting, address.rank, address.world_size, devices, limit)
-    except RuntimeError as error:
+        keys = dist.PrefixStore("gloo", store)
+        return _private.gloo_group(keys, address.rank, address.world_size, devices, timedelta(seconds=limit_s))
+
+    try:
+        return _patiently(make, limit_s + 5, tick)
+    except (RuntimeError, TimeoutError) as error:
+        if isinstance(error, ExchangeError):
+            raise
+        tick()
         raise PeerLostError(
-            f"the ranks can't connect to each other from {address.own_address} (timeout {limit}): "
-            f"{(str(error).splitlines() or ['?'])[0]}"
+            f"the ranks can't connect to each other from {address.own_address} within {limit_s:g} s: "
+            f"{first_line(error)}"
         ) from None

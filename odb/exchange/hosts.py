@@ -47,9 +47,9 @@ def chosen_interfaces() -> tuple[str, ...]:
     unknown = [name for name in names if name not in present]
     if unknown:
         raise ConfigError(
-            f"{IFNAME}={value!r} names {', '.join(map(repr, unknown))}, which host {socket.gethostname()!r} doesn't have; "
-            f"its interfaces are: {', '.join(present)}. Give exact names, separated by commas: Gloo takes no prefixes "
-            f"and no exclusions such as '^lo'"
+            f"{IFNAME}={value!r} names {', '.join(map(repr, unknown))}, which host {socket.gethostname()!r} doesn't "
+            f"have; its interfaces are: {', '.join(present)}. Give exact names, separated by commas: Gloo takes no "
+            f"prefixes and no exclusions such as '^lo'"
         )
     return names
 
@@ -151,7 +151,7 @@ def pick_address(candidates: Sequence[str], hosts: Iterable[str]) -> str:
 
 
 def check_reachable(hosts: Sequence[str], addresses: Sequence[str], store_host: str) -> None:
-    """Refuses loopback addresses where ranks run on several hosts. One entry per rank; `hosts` as `identity` gives them.
+    """Refuses loopback addresses where ranks run on several hosts. One entry per rank; `hosts` as by `identity`.
 
     Raises:
         ConfigError: names the ranks and what to set.
@@ -167,7 +167,7 @@ def check_reachable(hosts: Sequence[str], addresses: Sequence[str], store_host: 
         what = f"rank 0 would be reached under {store_host}"
     names = sorted({host.split("/")[0] for host in hosts})
     raise ConfigError(
-        f"the ranks run on {len(set(hosts))} hosts ({', '.join(names[:8])}), but {what}, a loopback address that other "
-        f"hosts can't reach. Set {IFNAME} to the name of the network interface between the hosts on every node, or make "
-        f"MASTER_ADDR and the hosts' names resolve to addresses that the other hosts can reach"
+        f"the ranks run on {len(set(hosts))} hosts ({', '.join(names[:8])}), but {what}, a loopback address that "
+        f"other hosts can't reach. Set {IFNAME} to the name of the network interface between the hosts on every node, "
+        f"or make MASTER_ADDR and the hosts' names resolve to addresses that the other hosts can reach"
     )

@@ -1,6 +1,6 @@
 """The thread that speaks for a rank in the store while its main thread works, waits or hangs.
 
-It alone uses the store once the exchange is up: whatever the store does, the main thread's waits keep their time limits.
+It alone uses the store once the exchange is up: whatever the store does, the main thread keeps its time limits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol
 
-from odb.errors import ExchangeError, PeerLostError
+from odb.errors import ExchangeError, ExchangeTimeout, PeerLostError
 from odb.exchange.watch import CLOSED, Beat, Event, Lateness, bounded, kind_of, name_ranks
 
 #: Seconds between two beats of a rank.
@@ -58,6 +58,7 @@ class Monitor(threading.Thread):
         self._store = store
         self._rank, self._world_size, self._host_rank = rank, world_size, host_rank
         self._global_ranks = tuple(global_ranks)
+        self._timeout_s = timeout_s
         self._counter = 0
         self._seen = 0
         self._late = Lateness(world_size, timeout_s, STALE_S, SILENT_S)
@@ -73,6 +74,24 @@ class Monitor(threading.Thread):
         return name_ranks(ranks, self._global_ranks)
 
     # ---- for the main thread ----
+
+    def check(self, call: int) -> None:
+        """Raises what keeps this rank from finishing collective number `call`.
+
+        Raises:
+            ExchangeError: found by this thread; a rank that left; or the store has been silent beyond the time limit.
+        """
+        if self.error is not None:
+            raise self.error
+        for event in list(self.left.values()):
+            if event.call < call:
+                raise event.error("", self.name_of([event.rank]))
+        if time.monotonic() - self.last_contact > max(self._timeout_s, 5.0):
+            raise ExchangeTimeout(
+                f"{self.name_of([self._host_rank])}, whose training process hosts the ranks' meeting point, has not "
+                f"answered for {self._timeout_s:g} s (timeout_s)",
+                (self._host_rank,),
+            )
 
     def submit(self, job: Callable[[], Any], limit_s: float) -> Any:
         """Runs a job in this thread and gives its result.
@@ -90,7 +109,7 @@ class Monitor(threading.Thread):
             except FutureTimeout:
                 continue
             except (RuntimeError, ValueError) as gone:
-                raise self._host_gone(_first_line(gone)) from None
+                raise self._host_gone(first_line(gone)) from None
         raise self.error or self._host_gone(f"it did not answer within {limit_s:g} s")
 
     def publish(self, kind: str, text: str, ranks: tuple[int, ...], limit_s: float) -> int:
@@ -108,10 +127,13 @@ class Monitor(threading.Thread):
         return [raw.decode() for raw in self.submit(lambda: self._store.multi_get(keys), limit_s)]
 
     def stop(self, limit_s: float) -> None:
-        """Runs what was submitted, then ends the thread. A store that hangs can keep it (a daemon) beyond the limit."""
+        """Runs what was submitted, then ends the thread. A store that hangs can keep it, a daemon, beyond the limit."""
         self._stopping = True
         self._wake.set()
-        self.join(limit_s)
+        if self.ident is not None:  # it was started
+            self.join(limit_s)
+        if not self.is_alive():
+            del self._store  # its connection ends with it
 
     # ---- in the thread ----
 
@@ -127,7 +149,7 @@ class Monitor(threading.Thread):
                 self._wake.wait(BEAT_S)
             self._run_jobs()
         except (RuntimeError, ValueError) as gone:
-            self._fail(self._host_gone(_first_line(gone)))
+            self._fail(self._host_gone(first_line(gone)))
 
     def publish_first(self, fingerprint: dict[str, str]) -> None:
         """What peers must find before the first collective. Called before `start`, in the main thread."""
@@ -214,11 +236,12 @@ class Monitor(threading.Thread):
 
     def _host_gone(self, why: str) -> PeerLostError:
         text = (
-            f"{self.name_of([self._host_rank])} is gone: its training process keeps the ranks' meeting point, which can't "
-            f"be reached any more ({why})"
+            f"{self.name_of([self._host_rank])} is gone: its training process keeps the ranks' meeting point, which "
+            f"can't be reached any more ({why})"
         )
         return PeerLostError(text, (self._host_rank,))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """PyTorch's messages carry stack traces of C++: their first line says it."""
     return (str(error).splitlines() or [type(error).__name__])[0]

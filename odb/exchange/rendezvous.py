@@ -1,7 +1,12 @@
 """How a loader's ranks find each other: run in the training process, through the default group's store alone.
 
-No collective is run on the training group, which may be NCCL and in use. Rank 0 hosts one store per default group; every
-rank publishes a record under its key there, reads all records, and comes to the same conclusions from them.
+No collective is run on the training group, which may be NCCL and in use. Rank 0 hosts one store per default group;
+every rank publishes a record under its key in the default store, reads all records, and concludes the same from them.
+
+Forking while peers connect is a trap: the store's server thread, in rank 0's training process, resolves the name of
+every peer that connects, under a lock of the C library that a child forked at that moment inherits locked for ever. So
+where collate processes are forked, rank 0 lets its peers go on only once its own one is there (see `admit_peers`), and
+forks for its next loader only once the peers of the one before have connected.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import json
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,13 +27,19 @@ from odb.errors import ConfigError, ExchangeError, ExchangeTimeout, PeerFailedEr
 from odb.exchange import _private, hosts
 from odb.exchange.base import Poll
 from odb.exchange.gloo import GlooAddress
+from odb.exchange.monitor import first_line
 from odb.exchange.watch import bounded, name_ranks
 
 dist: Any = torch.distributed  # its stubs leave out the stores
 
 _numbers = itertools.count()
 _texts = itertools.count()
+_connecting: list[tuple[str, int]] = []  # rank 0: prefix and size of exchanges whose ranks may not have connected yet
 _hosted: tuple[weakref.ref[Any], Any] | None = None  # the default store for which we host, and what we host
+
+
+#: How long rank 0 waits with its next fork for peers that are about to connect (seconds).
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -60,15 +71,18 @@ def rendezvous(
     timeout_s: float = 600.0,
     fingerprint: Mapping[str, str] | None = None,
     loader_number: int | None = None,
+    forks: bool = False,
     poll: Poll | None = None,
 ) -> GlooAddress | None:
     """Finds the other ranks of this loader. Collective over the default group's ranks, in the same order on all.
 
     Args:
-        dp_rank, dp_world_size: this rank among the data-parallel ranks; both or neither. Default: the global ones.
+        dp_rank: this rank among the data-parallel ranks; default: the global rank.
+        dp_world_size: how many those are; given together with `dp_rank`.
         timeout_s: for the slowest rank to come, and later for a peer that is silent (seconds).
         fingerprint: settings, compared by `GlooExchange.explain_disagreement`.
         loader_number: which loader this is, equal on all ranks (see `next_loader_number`); default: the next one.
+        forks: this process is about to fork the one that connects; `admit_peers` must be called once it did.
         poll: called while waiting.
 
     Returns:
@@ -92,8 +106,27 @@ def rendezvous(
     number = next_loader_number() if loader_number is None else loader_number
     default = _private.default_store()
     _publish(default, f"odb/{number}", rank, claim)
-    records = _collect(default, f"odb/{number}", world_size, number, timeout_s, poll)
-    return resolve(records, rank, number, timeout_s, dict(fingerprint or {}))
+    wait = _Wait(default, f"odb/{number}", number, timeout_s, poll)
+    records = wait.for_records(world_size)
+    address = resolve(records, rank, number, timeout_s, dict(fingerprint or {}))
+    if rank != 0:
+        wait.for_admission()
+        return address
+    if forks:
+        wait.for_connections(_hosted_store(default))
+    _connecting.extend(_exchanges(records, number))
+    if not forks:
+        admit_peers(address)
+    return address
+
+
+def admit_peers(address: GlooAddress) -> None:
+    """Lets the other ranks connect to what this process hosts; does nothing on ranks that host nothing.
+
+    To be called after `rendezvous(forks=True)`, once the process that connects has been forked.
+    """
+    if dist.get_rank() == 0:
+        _private.default_store().set(f"odb/{address.loader_number}/open", "1")
 
 
 def refuse(reason: str, dp_rank: int | None = None, dp_world_size: int | None = None) -> None:
@@ -108,7 +141,7 @@ def refuse(reason: str, dp_rank: int | None = None, dp_world_size: int | None = 
 
 def is_initialised() -> bool:
     """Whether this process belongs to a default group."""
-    return dist.is_available() and dist.is_initialized()
+    return bool(dist.is_available() and dist.is_initialized())
 
 
 def global_rank_and_size() -> tuple[int, int]:
@@ -162,20 +195,31 @@ def resolve(
     addresses = [hosts.pick_address(record.addresses, all_hosts) for record in records]
     store_host = records[0].store_name or addresses[0]
     hosts.check_reachable(all_hosts, addresses, store_host)
-    own_host_rank = records[0].dp_rank
     return GlooAddress(
         host=store_host,
         port=records[0].port,
-        prefix=f"odb/{number}/{members[0]}",
+        prefix=_prefix(number, members),
         rank=records[rank].dp_rank,
         world_size=len(members),
         timeout_s=timeout_s,
         own_address=addresses[rank],
         interfaces=hosts.chosen_interfaces(),
-        host_rank=own_host_rank,
+        host_rank=records[0].dp_rank,
+        loader_number=number,
         global_ranks=members,
         fingerprint=tuple(sorted(fingerprint.items())),
     )
+
+
+def _prefix(number: int, members: Sequence[int]) -> str:
+    return f"odb/{number}/{members[0]}"
+
+
+def _exchanges(records: Sequence[Record], number: int) -> list[tuple[str, int]]:
+    """Prefix and number of ranks of every exchange of a loader: one, or as many as there are model-parallel partners."""
+    claims = [(record.dp_rank, record.dp_world_size) for record in records]
+    firsts = [rank for rank, (dp_rank, _) in enumerate(claims) if dp_rank == 0]
+    return [(_prefix(number, [first]), claims[0][1]) for first in firsts]
 
 
 def exchange_members(claims: Sequence[tuple[int, int]], rank: int) -> tuple[int, ...]:
@@ -205,8 +249,8 @@ def exchange_members(claims: Sequence[tuple[int, int]], rank: int) -> tuple[int,
     if uneven or count * size != len(claims):
         said = "; ".join(f"dp_rank {dp_rank}: {name_ranks(who)}" for dp_rank, who in sorted(uneven.items())[:8])
         raise ConfigError(
-            f"{len(claims)} ranks with dp_world_size={size} need {len(claims) / size:g} ranks for every dp_rank, but the "
-            f"global ranks are {said}"
+            f"{len(claims)} ranks with dp_world_size={size} need {len(claims) / size:g} ranks for every dp_rank, but "
+            f"the global ranks are {said}"
         )
     replica = partners[claims[rank][0]].index(rank)
     return tuple(partners[dp_rank][replica] for dp_rank in range(size))
@@ -251,34 +295,64 @@ def _hosted_store(default: Any) -> Any:
     global _hosted
     if _hosted is None or _hosted[0]() is not default:
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+        _connecting.clear()
         _hosted = (weakref.ref(default), store)
     return _hosted[1]
 
 
-def _collect(
-    default: Any, prefix: str, world_size: int, number: int, timeout_s: float, poll: Poll | None
-) -> list[Record]:
-    """All ranks' records. Asks for one number until all are there: cheap for the store, quiet in the log."""
-    began, pause = time.monotonic(), 0.001
-    try:
-        while default.add(f"{prefix}/count", 0) < world_size:
-            if time.monotonic() - began > timeout_s:
-                raise _too_late(default, prefix, world_size, number, timeout_s)
-            if poll is not None:
-                poll()
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
-        return [Record.decode(default.get(f"{prefix}/{rank}")) for rank in range(world_size)]
-    except dist.DistError as gone:
-        raise ExchangeError(
-            f"the default group's store can't be reached any more: {str(gone).splitlines()[0]}"
-        ) from None
+class _Wait:
+    """Waits on the default store. Asks for one small value until it is there: cheap for the store, quiet in the log."""
 
+    def __init__(self, default: Any, prefix: str, number: int, timeout_s: float, poll: Poll | None) -> None:
+        self._default, self._prefix, self._number = default, prefix, number
+        self._timeout_s, self._poll = timeout_s, poll
 
-def _too_late(default: Any, prefix: str, world_size: int, number: int, timeout_s: float) -> ExchangeTimeout:
-    missing = [rank for rank in range(world_size) if not default.check([f"{prefix}/{rank}"])]
-    return ExchangeTimeout(
-        f"{name_ranks(missing)} has not started its loader number {number} within {timeout_s:g} s (timeout_s): every rank "
-        f"must iterate its loaders in the same order, and a loader that only some ranks use needs dp_world_size=1",
-        tuple(missing),
-    )
+    def for_records(self, world_size: int) -> list[Record]:
+        """All ranks' records."""
+
+        def late() -> ExchangeTimeout:
+            missing = [rank for rank in range(world_size) if not self._default.check([f"{self._prefix}/{rank}"])]
+            return ExchangeTimeout(
+                f"{name_ranks(missing)} has not started its loader number {self._number} within {self._timeout_s:g} s "
+                f"(timeout_s): every rank must iterate its loaders in the same order, and a loader that only some "
+                f"ranks use needs dp_world_size=1",
+                tuple(missing),
+            )
+
+        self._until(lambda: self._default.add(f"{self._prefix}/count", 0) >= world_size, late)
+        return [Record.decode(self._default.get(f"{self._prefix}/{rank}")) for rank in range(world_size)]
+
+    def for_admission(self) -> None:
+        """Rank 0's word that peers may connect."""
+
+        def late() -> ExchangeTimeout:
+            return ExchangeTimeout(
+                f"rank 0 has not started the process of its loader number {self._number} within {self._timeout_s:g} s",
+                (0,),
+            )
+
+        self._until(lambda: self._default.check([f"{self._prefix}/open"]), late)
+
+    def for_connections(self, hosted: Any) -> None:
+        """All ranks of earlier exchanges have connected. A rank that doesn't is no reason to wait for long."""
+        deadline = time.monotonic() + min(self._timeout_s, _CONNECT_S)
+        while _connecting and time.monotonic() < deadline:
+            _connecting[:] = [(prefix, size) for prefix, size in _connecting if hosted.add(f"{prefix}/here", 0) < size]
+            if _connecting:
+                if self._poll is not None:
+                    self._poll()
+                time.sleep(0.005)
+        _connecting.clear()
+
+    def _until(self, there: Callable[[], bool], late: Callable[[], ExchangeTimeout]) -> None:
+        began, pause = time.monotonic(), 0.001
+        try:
+            while not there():
+                if time.monotonic() - began > self._timeout_s:
+                    raise late()
+                if self._poll is not None:
+                    self._poll()
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.05)
+        except dist.DistError as gone:
+            raise ExchangeError(f"the default group's store can't be reached any more: {first_line(gone)}") from None

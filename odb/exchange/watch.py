@@ -155,8 +155,8 @@ class Lateness:
             text = f"all ranks entered exchange {self._call}, yet it did not finish within {limit}: check the network"
             return ExchangeTimeout(text)
         text = (
-            f"{name_ranks(ranks, global_ranks)} did not come to exchange {self._call} within {limit} (timeout_s) and did "
-            f"not say that it waits for its consumer: slow preprocessing, a stopped process or a hang there; "
+            f"{name_ranks(ranks, global_ranks)} did not come to exchange {self._call} within {limit} (timeout_s) and "
+            f"did not say that it waits for its consumer: slow preprocessing, a stopped process or a hang there; "
             f"raise timeout_s if that much time is expected"
         )
         return ExchangeTimeout(text, ranks)

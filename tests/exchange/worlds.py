@@ -30,7 +30,10 @@ class Result:
 
 
 class Rank:
-    """A process that runs `body(...)` and sends home what it gives or raises, and words in between."""
+    """A process that runs `body(pipe, ...)` once told to, and sends home what it gives or raises, and words in between.
+
+    Told to, since nothing may connect to a store of this process while it forks (see `odb.exchange.rendezvous`).
+    """
 
     def __init__(self, body: Callable[..., Any], *args: Any, method: str = "fork") -> None:
         context = multiprocessing.get_context(method)
@@ -38,6 +41,11 @@ class Rank:
         self.process = context.Process(target=_run, args=(theirs, body, args))
         self.process.start()
         theirs.close()
+
+    def say(self, word: str) -> Rank:
+        """Sends a word to the process; the first one starts its body."""
+        self._pipe.send(word)
+        return self
 
     def hear(self, limit_s: float = 30.0) -> Any:
         """The next thing that the process says."""
@@ -68,6 +76,7 @@ class Rank:
 
 def _run(pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    pipe.recv()
     began = time.monotonic()
     try:
         result = Result(value=body(pipe, *args), seconds=time.monotonic() - began)
@@ -107,14 +116,13 @@ class World:
 
     def start(self, body: Callable[..., Any], *args: Any, method: str = "fork") -> list[Rank]:
         """Runs `body(exchange, pipe, *args)` as every rank."""
-        ranks = [Rank(connected, address, body, *args, method=method) for address in self.addresses()]
-        self._ranks += ranks
-        return ranks
+        return self.run([(connected, address, body, *args) for address in self.addresses()], method)
 
-    def keep(self, rank: Rank) -> Rank:
-        """Ends a process with this world."""
-        self._ranks.append(rank)
-        return rank
+    def run(self, bodies: list[tuple[Any, ...]], method: str = "fork") -> list[Rank]:
+        """Runs every `(body, *args)` as `body(pipe, *args)` in a process."""
+        ranks = [Rank(*body, method=method) for body in bodies]
+        self._ranks += ranks
+        return [rank.say("start") for rank in ranks]
 
     def __enter__(self) -> World:
         return self
