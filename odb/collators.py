@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from odb.errors import ConfigError
@@ -69,14 +70,14 @@ class PadCollator:
 
     def _padded(self, key: str, values: list[Any], width: int) -> torch.Tensor:
         rows = [torch.as_tensor(value) for value in values]
+        # (rows, longest)
+        out = pad_sequence(rows, batch_first=True, padding_value=self._fill(key), padding_side=self.side)
+        missing = width - out.shape[1]
+        if not missing:
+            return out
         # (rows, width)
-        out = torch.full((len(rows), width), self._fill(key), dtype=rows[0].dtype)
-        for line, row in zip(out, rows, strict=True):
-            if self.side == "right":
-                line[: len(row)] = row
-            else:
-                line[width - len(row) :] = row
-        return out
+        sides = (0, missing) if self.side == "right" else (missing, 0)
+        return torch.nn.functional.pad(out, sides, value=self._fill(key))
 
     def _fill(self, key: str) -> float:
         if key in self.pad_values:

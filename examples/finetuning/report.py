@@ -118,7 +118,7 @@ def draw_tokens(ax: Axes, runs: Sequence[Run]) -> None:
     ax.barh(names, padded, left=real, color="#d9d4cb", hatch="///", edgecolor="white", label="padding")
     ax.barh(names, waited, left=real + padded, color="#efece6", label="waiting for a slower rank")
     for y, share in enumerate(real):
-        ax.text(share - 0.01, y, f"{share:.0%} real", va="center", ha="right", color="white", fontweight="bold")
+        ax.text(share - 0.01, y, f"{share:.1%} real", va="center", ha="right", color="white", fontweight="bold")
     ax.invert_yaxis()
     ax.set(
         title="Where the computed tokens go", xlim=(0, 1), xlabel="share of ranks x steps (real part: step efficiency)"
@@ -140,7 +140,7 @@ def draw_steps(ax: Axes, run: Run, token_budget: int) -> None:
         shade = 0.9 - 0.5 * rank / max(1, len(run.logs) - 1)
         ax.plot(log.padded_tokens, ".", markersize=4, alpha=shade, color=COLORS[run.figures.method])
     ax.axhline(token_budget, color="black", linewidth=0.8, linestyle="--")
-    ax.text(0, token_budget, " token budget", va="bottom", fontsize=9)
+    ax.text(0, token_budget * 1.02, "token budget", va="bottom", fontsize=9)
     ax.set(title=f"{run.figures.method}: {run.figures.batches} batches per rank", xlabel="batch (one shade per rank)")
     ax.set_ylim(0, token_budget * 1.12)
     ax.grid(alpha=0.25)
