@@ -111,7 +111,8 @@ class Monitor(threading.Thread):
         """Runs what was submitted, then ends the thread. A store that hangs can keep it (a daemon) beyond the limit."""
         self._stopping = True
         self._wake.set()
-        self.join(limit_s)
+        if self.ident is not None:  # a signal handler may raise before the thread was started: there is nothing to join
+            self.join(limit_s)
 
     # ---- in the thread ----
 
