@@ -30,6 +30,9 @@ from odb.testing import Seen, assert_each_once, assert_steps_aligned, assert_wit
 
 pytestmark = pytest.mark.timeout(120)
 
+#: Within about a second on a free machine, start included; what failed in the reports took a minute to half an hour.
+SOON_S = 15
+
 
 def steps_of(outcomes: list[Outcome]) -> list[list[Seen]]:
     return [outcome.steps for outcome in outcomes]
@@ -168,7 +171,7 @@ def test_a09_an_exception_on_one_rank_ends_all_and_names_it() -> None:
     assert "in __getitem__" in second.error.traceback  # the worker's own traceback
     assert first.error.type_name == "PeerFailedError" and first.error.ranks == (1,)
     assert "rank 1" in first.error.text and "bad sample 5" in first.error.text
-    assert first.seconds < 5
+    assert first.seconds < SOON_S
 
 
 # ----
@@ -260,7 +263,7 @@ def test_a12_a_rank_that_leaves_alone_is_named_to_the_others() -> None:
     assert first[0] is None
     text, culprits = second[0]
     assert culprits == (0,) and "rank 0" in text
-    assert second[1] < 10
+    assert second[1] < SOON_S
     assert_each_once([first[2], second[2]], range(20))
     assert_steps_aligned([first[2], second[2]])
 

@@ -21,6 +21,9 @@ from odb.testing import LengthsDataset, assert_each_once, collate, make_sample, 
 
 pytestmark = pytest.mark.timeout(120)
 
+#: Within about a second on a free machine, start included; what failed in the reports took a minute to half an hour.
+SOON_S = 15
+
 KEEP_BATCHES = """
 import os, resource
 import odb
@@ -76,7 +79,7 @@ def test_g02_a_worker_killed_by_a_signal_is_an_error_on_all_ranks(number: int, w
     assert first.error.type_name == "PeerFailedError" and first.error.ranks == (1,)
     for error in (first.error, second.error):
         assert all(word in error.text for word in words), error.text
-    assert max(first.seconds, second.seconds) < 5
+    assert max(first.seconds, second.seconds) < SOON_S
 
 
 class ExitsQuietly(Deadly):
@@ -120,7 +123,7 @@ def test_a_killed_collate_process_is_an_error_on_all_ranks() -> None:
     assert first.error is not None and second.error is not None
     assert second.error.type_name == "ProcessDied" and "SIGKILL" in second.error.text
     assert "ExchangeError" in first.error.bases and first.error.ranks == (1,) and "rank 1" in first.error.text
-    assert max(first.seconds, second.seconds) < 8
+    assert max(first.seconds, second.seconds) < SOON_S
 
 
 # ---- G-04, G-05
@@ -281,7 +284,7 @@ def test_g08_what_cannot_be_pickled_is_named() -> None:
         assert len(rank_errors) == 14
         for method, name, kind, text, seconds in rank_errors:
             assert kind == "ConfigError" and name in text and "top of a module" in text, (method, name, kind, text)
-            assert seconds < 5
+            assert seconds < SOON_S
 
 
 def lambda_under_fork(rank: int, world_size: int) -> int:
@@ -341,6 +344,9 @@ import torch.distributed as dist
 import odb
 from odb.testing import LengthsDataset, collate
 
+def say(line):
+    os.write(1, (line + "\\n").encode())  # in one piece, whoever else writes
+
 def body(rank, door):
     store = dist.FileStore(door, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -349,7 +355,7 @@ def body(rank, door):
         window=8, max_steps_per_round=4,
     )
     for number, batch in enumerate(loader):
-        print(f"step of {rank}", number, os.getpid(), flush=True)
+        say(f"step of {rank} {number} {os.getpid()}")
         time.sleep(0.02)
 
 def guarded(rank, door):
@@ -357,7 +363,7 @@ def guarded(rank, door):
         body(rank, door)
     except BaseException as error:
         said = str(error).splitlines()[0]
-        print(f"rank {rank} saw {type(error).__name__} {getattr(error, 'ranks', ())}:", said, flush=True)
+        say(f"rank {rank} saw {type(error).__name__} {getattr(error, 'ranks', ())}: {said}")
 
 if __name__ == "__main__":
     ranks = [mp.get_context("fork").Process(target=guarded, args=(rank, os.path.abspath("door"))) for rank in range(2)]
@@ -382,10 +388,11 @@ def test_a_killed_rank_is_noticed_by_the_others(victim: int) -> None:
     (line,) = [line for line in running.stdout if "saw" in line]
     assert f"PeerLostError ({victim},)" in line or f"PeerFailedError ({victim},)" in line, running.output
     assert f"rank {victim}" in line.split(":", 1)[1]
-    assert seconds < 10, seconds
+    assert seconds < SOON_S, seconds
 
 
 UNDER_TORCHRUN = """
+import os
 import torch.distributed as dist
 import odb
 from odb.testing import LengthsDataset, collate, record
@@ -396,7 +403,7 @@ if __name__ == "__main__":
     with odb.ODBDataLoader(dataset, token_budget=40, num_workers=1, collate_fn=collate, shuffle=True) as loader:
         for _ in range(2):
             steps = record(loader)
-            print("steps", len(steps), flush=True)
+            os.write(1, f"steps {len(steps)}\\n".encode())
     dist.destroy_process_group()
 """
 
