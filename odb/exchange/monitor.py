@@ -111,7 +111,8 @@ class Monitor(threading.Thread):
         """Runs what was submitted, then ends the thread. A store that hangs can keep it (a daemon) beyond the limit."""
         self._stopping = True
         self._wake.set()
-        self.join(limit_s)
+        if self.ident is not None:  # else it was never started, and joining would hide the error that led here
+            self.join(limit_s)
 
     # ---- in the thread ----
 
