@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 def test_e01_the_state_is_about_what_was_used() -> None:
     spec = Spec([9, 4, 7, 12, 5, 10] * 5, 36, num_workers=2, options={"prefetch_factor": 4, "shuffle": True})
     num_steps, _, bad = broken(0, 1, spec, None)
-    assert num_steps > 8
+    assert num_steps >= 8
     assert bad == []
 
 
