@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -81,6 +82,7 @@ class ProcessBackend:
         self._open = -1  # generation of an epoch that has not been seen to end
         self._error: BaseException | None = None
         self._owner_pid = os.getpid()
+        self._timeout_s = spec.options.timeout_s
         self._is_closed = False
         use_signal = supervise.can_use_signal(self._context)
         self._channel, remote = channel_pair()
@@ -154,11 +156,13 @@ class ProcessBackend:
             self._channel.send(message)
 
     def _receive(self) -> Any:
+        began = time.monotonic()
         while True:
             try:
                 return self._channel.recv(_SLICE_S, place=self._pin)
             except TimeoutError:
                 if self._process.is_alive():
+                    self._check_not_stopped(time.monotonic() - began)
                     continue
                 if self._channel.poll(0):
                     continue
@@ -166,6 +170,16 @@ class ProcessBackend:
             except ChannelClosed:
                 self._process.join(_SLICE_S)
                 self._fail(self._died())
+
+    def _check_not_stopped(self, waited_s: float) -> None:
+        """A stopped process (SIGSTOP) says nothing and does not die; its peers give up after the time limit, so do we."""
+        if waited_s > self._timeout_s and supervise.is_stopped(int(self._process.pid or 0)):
+            self._fail(
+                ProcessDied(
+                    f"the collate process (pid {self._process.pid}) of this rank is stopped (SIGSTOP, or a debugger) and "
+                    f"has not answered for {waited_s:.0f} s (timeout_s={self._timeout_s:g}): kill -CONT it, or start anew"
+                )
+            )
 
     def _died(self) -> ProcessDied:
         return ProcessDied(

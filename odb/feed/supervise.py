@@ -186,6 +186,15 @@ def _interrupts_blocked(context: BaseContext) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal. Linux; elsewhere it can't be told, and False."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
 # Orphans
 
 
