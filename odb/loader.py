@@ -364,6 +364,12 @@ class ODBDataLoader:
     def __exit__(self, *_exc: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a loader can't be copied or pickled: it holds processes and its place among the ranks. Make a new one, and "
+            "put it where this one is with load_state_dict(loader.state_dict())"
+        )
+
     def __repr__(self) -> str:
         return (
             f"ODBDataLoader(token_budget={self.config.token_budget}, num_workers={self.num_workers}, "
