@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
