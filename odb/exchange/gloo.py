@@ -132,9 +132,9 @@ class GlooExchange:
 
     def publish_failure(self, text: str) -> None:
         """Tells all ranks, once, why this one can't go on. Nothing when a peer's failure was first. Never raises."""
-        if self._error is not None:
+        if isinstance(self._error, ExchangeError):
             return
-        self._error = ExchangeError(f"this rank failed:\n{bounded(text)}", (self.rank,))
+        self._error = self._error or ExchangeError(f"this rank failed:\n{bounded(text)}", (self.rank,))
         with suppress(ExchangeError):
             self._monitor.publish(FAILED, text, (self.rank,), _STORE_LIMIT_S)
 

@@ -134,8 +134,8 @@ class ThreadExchange:
 
     def publish_failure(self, text: str) -> None:
         """Tells the other threads. Nothing is published when a peer's failure killed this exchange already."""
-        if self._error is None:
-            self._error = ExchangeError(f"this rank failed:\n{text}", (self.rank,))
+        if not isinstance(self._error, ExchangeError):
+            self._error = self._error or ExchangeError(f"this rank failed:\n{text}", (self.rank,))
             self._publish(FAILED, bounded(text))
 
     def linger(self, seconds: float) -> bool:

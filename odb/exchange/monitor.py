@@ -23,6 +23,8 @@ BEAT_S = 0.5
 STALE_S = 1.2
 #: A rank whose counter stands still this long, while we look, is not running.
 SILENT_S = 2.2
+#: When this process itself did nothing for so long, it was stopped (a suspended job): its clocks say nothing of others.
+PAUSE_S = 5.0
 
 
 class Store(Protocol):
@@ -64,7 +66,9 @@ class Monitor(threading.Thread):
         self._late = Lateness(world_size, timeout_s, STALE_S, SILENT_S)
         self._look_every_s = min(max(timeout_s / 10, BEAT_S), 5.0)  # reading all beats costs one key per rank
         self._looked_at = 0.0
+        self._checked_at = self._trust_from = self._looped_at = time.monotonic()
         self._watched_call = 0
+        self._wait_from = 0.0
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._stopping = False
@@ -86,7 +90,11 @@ class Monitor(threading.Thread):
         for event in list(self.left.values()):
             if event.call < call:
                 raise event.error("", self.name_of([event.rank]))
-        if time.monotonic() - self.last_contact > max(self._timeout_s, 5.0):
+        now = time.monotonic()
+        if now - self._checked_at > PAUSE_S:
+            self._trust_from = now
+        self._checked_at = now
+        if now - max(self.last_contact, self._trust_from) > max(self._timeout_s, PAUSE_S):
             raise ExchangeTimeout(
                 f"{self.name_of([self._host_rank])}, whose training process hosts the ranks' meeting point, has not "
                 f"answered for {self._timeout_s:g} s (timeout_s)",
@@ -182,14 +190,17 @@ class Monitor(threading.Thread):
 
     def _judge(self) -> None:
         now, waiting = time.monotonic(), self.waiting
-        if waiting is None:
+        paused = now - self._looped_at > PAUSE_S
+        self._looped_at = now
+        if waiting is None or paused:
             self._watched_call = 0
+            self._wait_from = now if paused else 0.0
             return
         if self.error is not None or (self._watched_call == self.call and now - self._looked_at < self._look_every_s):
             return
         if self._watched_call != self.call:
             self._watched_call = self.call
-            self._late.begin(self.call, waiting)
+            self._late.begin(self.call, max(waiting, self._wait_from))
         self._late.observe(self._read_beats(), now)
         self._looked_at = now
         ranks = self._late.overdue(now)
