@@ -27,7 +27,7 @@ help: ## what can be made
 
 setup: $(STAMP) ## the virtual environment, once, and again when the pins change
 
-demo: $(STAMP) ## fine-tune on several ranks, fixed batches against odb (DEMO_ARGS=--quick for a short one)
+demo: $(STAMP) ## train on two ranks: fixed, sorted and online batches (DEMO_ARGS=--quick: shorter)
 	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/finetune.py $(DEMO_ARGS)
 
 test: $(STAMP) ## all tests but the soak
