@@ -63,15 +63,35 @@ def test_guarantees_hold_in_every_state_of_three_ranks() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_one_and_two_ranks_of_five_samples(name: str, window: int, token_budget: int) -> None:
     for world_size in (1, 2):
-        explore(name, Bounds(world_size, 5, LENGTHS), token_budget, window, endings=True)
+        explore(name, Bounds(world_size, 5, LENGTHS), token_budget, window, endings=name == "defaults")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("window", "token_budget"), [(2, 3), (3, 4), (5, 6)])
 @pytest.mark.parametrize("name", NAMES)
-def test_three_ranks_of_five_samples(name: str, window: int, token_budget: int) -> None:
-    explore(name, Bounds(3, 5, LENGTHS), token_budget, window, endings=False)
+def test_three_ranks_of_five_samples_whose_windows_hold_them_all(name: str) -> None:
+    explore(name, Bounds(3, 5, LENGTHS), token_budget=6, window=5, endings=False)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["accumulate", "defaults", "drop-last", "drop-tail", "non-join", "published"])
+def test_three_ranks_of_five_samples(name: str) -> None:
+    explore(name, Bounds(3, 5, LENGTHS), token_budget=4, window=3, endings=False)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", NAMES)
+def test_three_ranks_with_small_windows(name: str) -> None:
+    explore(name, Bounds(3, 4, LENGTHS), token_budget=3, window=2, endings=False)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["accumulate", "defaults", "non-join", "quota"])
+def test_endings_from_every_state_of_three_ranks(name: str) -> None:
+    explore(name, Bounds(3, 3, LENGTHS), token_budget=4, window=2, endings=True)
 
 
 def explore_loops(name: str, world_size: int, most: int, lengths: tuple[int, ...], window: int, **options: Any) -> None:
@@ -92,14 +112,23 @@ def test_the_loop_in_every_interleaving_of_two_ranks(name: str) -> None:
     explore_loops(name, 2, 2, (1, 3), window=1)
 
 
+@pytest.mark.xfail(
+    strict=True,
+    raises=Broken,
+    reason="what a rank that stays draws in the round in which it learns that a peer left is not counted as dropped",
+)
+def test_what_was_drawn_in_an_epoch_that_was_left_is_counted() -> None:
+    every = Loops(counts_what_was_left=True)
+    for world in small_worlds(small_config(3, 2), 2, 1, (1, 3)):
+        every.explore(world, failing=False)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("tells_length", [True, False])
-@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.parametrize(("window", "chunk", "tells_length"), [(1, 2, True), (2, 1, False)])
 @pytest.mark.parametrize("name", LOOP_NAMES)
-def test_the_loop_of_two_ranks_of_three_samples(name: str, chunk: int, tells_length: bool) -> None:
-    for window in (1, 2):
-        explore_loops(name, 2, 3, (1, 3), window, chunk=chunk, tells_length=tells_length)
+def test_the_loop_of_two_ranks_of_three_samples(name: str, window: int, chunk: int, tells_length: bool) -> None:
+    explore_loops(name, 2, 3, (1, 3), window, chunk=chunk, tells_length=tells_length)
 
 
 @pytest.mark.soak
