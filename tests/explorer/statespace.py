@@ -1,0 +1,306 @@
+"""Every world of a bounded size, driven through the real `fill_target`, `propose`, `settle`, `form` and `conclude`.
+
+The states are those right after the draw: what each rank holds, with ages, how much it has drawn, whether its source
+is dry. From each all that can come next is explored: a source gives any length or ends, and tells so with its last
+sample or only when asked once more. So no list of worlds is needed: a rank's future is chosen when it is drawn, and
+worlds that agree so far share their states. That is exhaustive over all length sequences, since every sequence is one
+path of choices.
+
+Reductions, and why each loses nothing:
+
+- Order of events: between two exchanges ranks share nothing, and `settle` sees all reports at once; whatever the order
+  in time in which ranks draw, plan and emit, the same values meet. One order stands for all of them.
+- Ranks: `settle` treats ranks alike, so a state is the *sorted* tuple of what the ranks hold.
+- Names: identities are only compared, so carried samples are renumbered in their order. Windows that differ in the
+  order of samples of unlike length are one state: planning sorts by length first. The representative that is run keeps
+  its raw order, so positions and sorted positions differ.
+- Counters: what was emitted so far, steps and the digest's value decide nothing (digests are only compared). They are
+  checked after each round and reset. `all_emitted_samples` stays where a quota reads it.
+
+Conservation over an epoch follows from conservation in every round: each round's window is last round's carry plus
+what was drawn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations, combinations_with_replacement, groupby, product
+from typing import Any
+
+import numpy as np
+import predicates
+from predicates import Broken, require
+
+from odb.errors import DisagreementError, PeerFailedError
+from odb.plan import round as rounds
+from odb.plan.types import Agreement, Measures, Outcome, Plan, PlanConfig, Proposal, RoundState, Status
+
+CONFIG_DIGEST = 7
+EARLIER_DIGEST = 12345  # of the agreement before: any number, the same on all ranks
+MAX_ROUNDS = 60
+
+
+def small_config(token_budget: int, window: int, **options: Any) -> PlanConfig:
+    """A configuration whose only binding limits are those given."""
+    defaults = {"max_held_tokens": 10**6, "max_held_bytes": 10**9, "max_steps_per_round": 100}
+    return PlanConfig(token_budget=token_budget, window=window, **(defaults | options))
+
+
+def measures(lengths: list[int], first_id: int) -> Measures:
+    """Samples of which the shortest bear no loss."""
+    length = np.array(lengths, np.int64)
+    return Measures(np.arange(first_id, first_id + len(length)), length, length - 1, length * 0, length * 8)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How large the worlds are."""
+
+    world_size: int
+    most_samples: int  # of a rank
+    lengths: tuple[int, ...]
+
+
+@dataclass
+class Explorer:
+    """Explores one configuration. Pure functions are called once per distinct input; their results are shared."""
+
+    config: PlanConfig
+    bounds: Bounds
+    num_states: int = 0
+    num_transitions: int = 0
+    endings: bool = True  # also closing, failing and drifting from every state
+    depth: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    _states: dict[Any, int] = field(default_factory=dict)
+    _between: list[tuple[RoundState, bool]] = field(default_factory=list)
+    _draws: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _nodes: dict[Any, int] = field(default_factory=dict)
+    _proposals: list[tuple[Proposal, bool, Any, int]] = field(default_factory=list)  # , dry, row, id of the row
+    _rows: dict[bytes, int] = field(default_factory=dict)
+    _agreed: dict[tuple[int, ...], tuple[Agreement, int]] = field(default_factory=dict)
+    _agreements: dict[str, int] = field(default_factory=dict)
+    _facts: dict[int, str] = field(default_factory=dict)
+    _plans: dict[tuple[int, int, int], tuple[Plan, int]] = field(default_factory=dict)
+    _outcomes: dict[tuple[int, bytes], tuple[Outcome, int]] = field(default_factory=dict)
+    _joined: set[tuple[int, ...]] = field(default_factory=set)
+
+    def run(self) -> Explorer:
+        """Explores everything; raises `Broken` at the first state in which a guarantee does not hold."""
+        assert self.config.pad_to_multiple_of == 1 and self.config.cost_fn is None
+        start = replace(RoundState.start(0), agreement_digest=EARLIER_DIGEST)
+        frontier = {(self._between_id(start, False),) * self.bounds.world_size}
+        while frontier:
+            self.depth += 1
+            require(self.depth < MAX_ROUNDS, "termination", self.depth)
+            frontier = self._layer(frontier)
+        return self
+
+    def _layer(self, frontier: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+        after: set[tuple[int, ...]] = set()
+        seen: set[tuple[int, ...]] = set()
+        for joint in frontier:
+            for node in self._joint_draws(joint):
+                self.num_transitions += 1
+                if node not in seen:
+                    seen.add(node)
+                    successor = self._round(node)
+                    if successor is not None:
+                        after.add(successor)
+        self.num_states += len(seen)
+        return after
+
+    def _joint_draws(self, joint: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """What all ranks together may hold after the draw, up to the order of ranks."""
+        alike = [(self._draw(state), len(list(same))) for state, same in groupby(joint)]
+        for parts in product(*(combinations_with_replacement(options, num) for options, num in alike)):
+            yield tuple(sorted(chain.from_iterable(parts)))
+
+    # One rank between rounds, and what it may draw.
+
+    def _between_id(self, state: RoundState, dry: bool) -> int:
+        if self.config.sample_quota is None:
+            state = replace(state, all_emitted_samples=0)
+        state = replace(
+            state,
+            window=replace(state.window, ids=np.arange(len(state.window))),
+            step=0,
+            emitted_samples=0,
+            agreement_digest=EARLIER_DIGEST,
+        )
+        key = (self._content(state.window.length.tolist(), state.age.tolist()), self._rest(state), dry)
+        if key not in self._states:
+            self._states[key] = len(self._between)
+            self._between.append((state, dry))
+        return self._states[key]
+
+    @staticmethod
+    def _content(lengths: list[int], ages: list[int]) -> tuple[tuple[int, int], ...]:
+        """Samples of one length keep their order, as identities break ties."""
+        return tuple(sorted(zip(lengths, ages, strict=True), key=lambda sample: sample[0]))
+
+    @staticmethod
+    def _rest(state: RoundState) -> tuple[int, ...]:
+        return state.round, state.observed_samples, state.observed_tokens, state.all_emitted_samples
+
+    def _draw(self, between: int) -> tuple[int, ...]:
+        if between not in self._draws:
+            state, dry = self._between[between]
+            target = rounds.fill_target(self.config, state)
+            predicates.may_draw(self.config, state.window.length.tolist(), target)
+            options = [([], True)] if dry else self._arrivals(state.observed_samples, target)
+            self._draws[between] = tuple(sorted({self._node(state, new, is_dry) for new, is_dry in options}))
+        return self._draws[between]
+
+    def _arrivals(self, drawn: int, target: tuple[int, int, int]) -> list[tuple[list[int], bool]]:
+        """All that a source may give until a limit is reached, each with whether it says that it is dry."""
+        endless = self.config.sample_quota is not None
+        if min(target) <= 0:
+            return [([], False)] if endless else [([], False), ([], True)]
+        out: list[tuple[list[int], bool]] = [] if endless else [([], True)]
+        if endless or drawn < self.bounds.most_samples:
+            for length in self.bounds.lengths:
+                left = (target[0] - 1, target[1] - length, target[2] - 8 * length)
+                out += [([length, *new], is_dry) for new, is_dry in self._arrivals(drawn + 1, left)]
+        return out
+
+    def _node(self, state: RoundState, new: list[int], dry: bool) -> int:
+        lengths, ages = [*state.window.length.tolist(), *new], [*state.age.tolist(), *[0] * len(new)]
+        rest = self._rest(state)
+        key = (self._content(lengths, ages), rest[0], rest[1] + len(new), rest[2] + sum(new), rest[3], dry)
+        if key not in self._nodes:
+            self.calls["propose"] += 1
+            arrivals = measures(new, len(state.window))
+            proposal = rounds.propose(self.config, state, arrivals, exhausted=dry, config_digest=CONFIG_DIGEST)
+            held = proposal.window.length.tolist(), proposal.age.tolist()
+            require(held == (lengths, ages), "conservation: what is drawn is held", held, lengths, ages)
+            predicates.report_is_true(self.config, proposal.report, lengths, dry)
+            if self.endings:
+                check_closing_rounds(self.config, proposal)
+            row = rounds.encode(proposal.report)
+            self._nodes[key] = len(self._proposals)
+            self._proposals.append((proposal, dry, row, self._rows.setdefault(row.tobytes(), len(self._rows))))
+        return self._nodes[key]
+
+    # A round of all ranks.
+
+    def _round(self, node: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Checks one round; the ranks' states after it, None where the epoch is over."""
+        agreement, agreed = self._settle(node)
+        plans = [self._form(rank, n, agreement, agreed) for rank, n in enumerate(node)]
+        totals = plans[0][0].totals
+        for plan, _ in plans[1:]:
+            totals = totals + plan.totals
+        data = totals.tobytes()
+        concluded = [self._conclude(rank, plan, i, totals, data) for rank, (plan, i) in enumerate(plans)]
+        self._check_together(tuple(i for _, i in concluded), [p for p, _ in plans], [o for o, _ in concluded])
+        outcomes = [outcome for outcome, _ in concluded]
+        if outcomes[0].ended:
+            return None
+        return tuple(
+            sorted(self._between_id(o.state, self._proposals[n][1]) for n, o in zip(node, outcomes, strict=True))
+        )
+
+    def _settle(self, node: tuple[int, ...]) -> tuple[Agreement, int]:
+        key = tuple(self._proposals[n][3] for n in node)
+        if key not in self._agreed:
+            self.calls["settle"] += 1
+            rows = np.stack([self._proposals[n][2] for n in node])
+            agreements = [self._settle_rows(rows) for _ in range(2)]  # whoever runs it
+            facts = repr(agreements[0])
+            require(facts == repr(agreements[1]), "settle depends on the reports alone", agreements)
+            self._check_digest(agreements[0])
+            if self.endings:
+                check_endings(self.config, rows)
+            self._agreed[key] = agreements[0], self._agreements.setdefault(facts, len(self._agreements))
+        return self._agreed[key]
+
+    def _settle_rows(self, rows: np.ndarray) -> Agreement:
+        try:
+            return rounds.settle(self.config, rounds.decode_all(rows))
+        except (DisagreementError, PeerFailedError) as error:
+            raise Broken(f"ranks that do the same disagree: {error}") from error
+
+    def _check_digest(self, agreement: Agreement) -> None:
+        """One digest never stands for two agreements."""
+        facts = repr(replace(agreement, digest=0))
+        known = self._facts.setdefault(agreement.digest, facts)
+        require(known == facts, "the digest tells agreements apart", known, facts)
+        require(agreement.digest != EARLIER_DIGEST, "the digest is a new one", agreement)
+
+    def _form(self, rank: int, node: int, agreement: Agreement, agreed: int) -> tuple[Plan, int]:
+        key = (node, agreed, int(agreement.num_emitting[rank]))
+        if key not in self._plans:
+            self.calls["form"] += 1
+            plan = rounds.form(self.config, self._proposals[node][0], agreement, rank)
+            predicates.rank_is_idle_only_with_nothing(self.config, plan)
+            self._plans[key] = plan, len(self._plans)
+        return self._plans[key]
+
+    def _conclude(self, rank: int, plan: Plan, number: int, totals: np.ndarray, data: bytes) -> tuple[Outcome, int]:
+        key = (number, data)
+        if key not in self._outcomes:
+            self.calls["conclude"] += 1
+            outcome = rounds.conclude(self.config, plan, totals, self.bounds.world_size, rank)
+            predicates.rank_keeps_its_samples(self.config, plan, outcome)
+            predicates.rank_keeps_the_budget(self.config, plan, outcome)
+            require(
+                outcome.state.agreement_digest == plan.agreement.digest,
+                "the next report carries the digest of this agreement",
+                outcome.state.agreement_digest,
+            )
+            self._outcomes[key] = outcome, len(self._outcomes)
+        return self._outcomes[key]
+
+    def _check_together(self, key: tuple[int, ...], plans: list[Plan], outcomes: list[Outcome]) -> None:
+        if key in self._joined:
+            return
+        self._joined.add(key)
+        predicates.ranks_do_the_same(self.config, plans, outcomes)
+        predicates.target_can_be_filled(self.config, plans)
+        predicates.totals_are_true(self.config, plans, outcomes)
+        predicates.round_makes_progress(self.config, plans, outcomes)
+        predicates.end_is_right(self.config, plans, outcomes, plans[0].proposal.state.all_emitted_samples)
+
+
+def check_endings(config: PlanConfig, rows: np.ndarray) -> None:
+    """From this state: every set of ranks closes, every rank fails, every rank drifts; all must learn it at once."""
+    reports = rounds.decode_all(rows)
+    ranks = range(len(reports))
+    for num in range(1, len(reports) + 1):
+        for closed in combinations(ranks, num):
+            said = tuple(replace(r, status=Status.CLOSED) if i in closed else r for i, r in enumerate(reports))
+            predicates.verdict_on_closing(rounds.settle(config, said), closed, len(reports))
+    for rank in ranks:
+        said = tuple(replace(r, status=Status.FAILED) if i == rank else r for i, r in enumerate(reports))
+        names_the_culprit(config, said, rank, PeerFailedError)
+        for name in ("epoch", "round", "config_digest", "agreement_digest"):
+            odd = replace(reports[rank], **{name: getattr(reports[rank], name) + 1})
+            if len(reports) > 1:
+                said = tuple(odd if i == rank else r for i, r in enumerate(reports))
+                names_the_culprit(config, said, rank, DisagreementError)
+
+
+def names_the_culprit(config: PlanConfig, reports: Any, rank: int, kind: type[Exception]) -> None:
+    try:
+        agreement = rounds.settle(config, reports)
+    except (PeerFailedError, DisagreementError) as error:
+        # Of two ranks that differ either may be the odd one: the first is what the second is compared with.
+        named = error.ranks == (rank,) or (kind is DisagreementError and len(reports) == 2 and error.ranks == (1,))
+        require(isinstance(error, kind) and named, "the error names the culprit", error, rank)
+    else:
+        raise Broken(f"failure is loud: rank {rank} differs or failed, and all went on: {agreement}")
+
+
+def check_closing_rounds(config: PlanConfig, proposal: Proposal) -> None:
+    """A rank's part of a round in which a peer has left, or all have: nothing is emitted, and nothing lost early."""
+    mine, left = proposal.report, replace(proposal.report, status=Status.CLOSED)
+    for reports in ((mine, left), (left, left)):
+        agreement = rounds.settle(config, reports)
+        plan = rounds.form(config, proposal, agreement, 0)
+        outcome = rounds.conclude(config, plan, plan.totals, 2, 0)
+        require(not outcome.steps and not len(outcome.dropped_ids), "closing: nothing moves", outcome)
+        require(outcome.ended == (mine is not reports[0]), "closing: the end", outcome)
+        require(len(outcome.state.window) == len(proposal.window), "closing: nothing is lost", outcome)
