@@ -29,6 +29,8 @@ _HOME = {
     "wrap": "odb.loader",
 }
 
+_SUBMODULES = frozenset({"collators", "config", "errors", "metrics", "plan", "resume", "seeding", "step", "testing"})
+
 __all__ = ["LoaderStats", "ODBConfig", "ODBDataLoader", "ODBStepInfo", "apply", "pop_step_info", "scale_loss", "wrap"]
 
 
@@ -49,6 +51,8 @@ _warn_of_name_clash()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"odb.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'odb' has no attribute {name!r}; public names: {', '.join(__all__)}")

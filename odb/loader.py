@@ -708,6 +708,14 @@ class AppliedLoader(DataLoader[Any]):
         """The next pass is epoch `epoch`."""
         self.odb_loader.set_epoch(epoch)
 
+    def state_dict(self) -> State:
+        """See `ODBDataLoader.state_dict`."""
+        return self.odb_loader.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        """See `ODBDataLoader.load_state_dict`."""
+        self.odb_loader.load_state_dict(state)
+
 
 def apply(loader: DataLoader[Any], **options: Any) -> ODBDataLoader:
     """Makes an existing `DataLoader` yield `odb`'s batches, in place; for frameworks that hold the object.

@@ -100,7 +100,7 @@ class GlooExchange:
         try:
             _join(store, monitor, address, tick)
             before = descriptors.open_sockets()
-            group = _build_group(store, address, tick)
+            group = _build_group(address, tick)
         except BaseException:
             monitor.stop(_STORE_LIMIT_S)
             raise
@@ -392,16 +392,20 @@ def _join(store: Any, monitor: Monitor, address: GlooAddress, tick: Callable[[],
         num_here = store.add("here", 0)
 
 
-def _build_group(store: Any, address: GlooAddress, tick: Callable[[], None]) -> Any:
-    """All ranks are there, so this takes milliseconds, or until a peer's death is noticed."""
+def _build_group(address: GlooAddress, tick: Callable[[], None]) -> Any:
+    """All ranks are there, so this takes milliseconds, or until a peer's death is noticed.
+
+    Over a connection of its own: one that waits for a peer would keep the monitor from the store, and with it the news.
+    """
     limit_s = min(max(address.timeout_s, 30.0), 300.0)
+    own = _open_store(address, tick)
 
     def make() -> Any:
         if address.interfaces:
             devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in address.interfaces]
         else:
             devices = [dist.ProcessGroupGloo.create_device(hostname=address.own_address)]
-        keys = dist.PrefixStore("gloo", store)
+        keys = dist.PrefixStore("gloo", dist.PrefixStore(address.prefix, own))
         return _private.gloo_group(keys, address.rank, address.world_size, devices, timedelta(seconds=limit_s))
 
     try:

@@ -81,6 +81,8 @@ class _Server:
 
     def poll(self) -> None:
         """Reads what the training process has said meanwhile. Cheap; called in every slice of every wait."""
+        if self.node is not None:
+            self.node.source.children.check()
         while self.channel.poll(0):
             self.handle(self.channel.recv(_SLICE_S))
 
@@ -123,10 +125,9 @@ class _Server:
         assert self.exchange is not None
         with self.exchange.waiting_for_consumer():
             while not condition():
-                if self.channel.poll(_SLICE_S):
-                    self.poll()
-                else:
+                if not self.channel.poll(_SLICE_S):
                     self.exchange.check()
+                self.poll()
         return True
 
     def new_counts(self) -> Counts | None:

@@ -275,9 +275,10 @@ class EpochJob:
             raise DisagreementError(f"{error}\n{details}" if details else str(error), error.ranks) from None
 
     def _count_dropped(self, verdict: Verdict, num_held: int) -> None:
+        num_drawn = len(self._held)  # also what was drawn for a round that planned nothing
         self._held.clear()
         if verdict is Verdict.ALL_CLOSED:
-            self.dropped["closed"] += num_held
+            self.dropped["closed"] += num_drawn
         else:
             self.dropped["tail"] += num_held + self._num_undrawn()
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from odb.errors import MeasureError
 from odb.feed.handoff import dumps_bytes, loads_bytes
 from odb.feed.measure import Measure, Measurer
-from odb.feed.supervise import guard_against_orphaning, ignore_interrupts
+from odb.feed.supervise import ChildWatch, guard_against_orphaning, ignore_interrupts
 
 MAX_CHUNK = 32  # larger ones gain nothing; the first ones are smaller, so that the first batch comes early
 FIRST_CHUNK = 4
@@ -319,6 +319,7 @@ class Source:
 
     def __init__(self, config: SourceConfig, collate_pid: int, use_signal: bool) -> None:
         self.config = config
+        self.children = ChildWatch()  # ask it in every wait whether a worker has died
         workers = config.num_workers
         chunk = config.chunk
         self.index_source = IndexSource(chunk, ramp=2 * max(1, workers))
@@ -362,6 +363,7 @@ class Source:
         if self.config.num_workers and not self.config.persistent_workers:
             self._iterator = None  # the last epoch's workers go before the new ones come
         self._iterator = iter(self.loader)
+        self.children.install()
 
     def next_chunk(self) -> list[Record] | None:
         """The next records, or None once this epoch's order is used up."""

@@ -33,7 +33,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pickle import PicklingError
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 from odb.errors import ConfigError
@@ -184,6 +184,39 @@ def _interrupts_blocked(context: BaseContext) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class ChildWatch:
+    """Keeps what a SIGCHLD handler raises until it is asked for.
+
+    PyTorch's handler raises in the main thread when a worker has died, wherever that thread happens to be: in the middle
+    of a collective, or of telling others what went wrong. Here it is raised where `check` stands.
+    """
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+        self._handler: Any = None
+
+    def install(self) -> None:
+        """Wraps the handler that is set now. On the main thread, once PyTorch has set its own; again does nothing."""
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+            return
+        handler = signal.getsignal(signal.SIGCHLD)
+        if callable(handler) and handler != self._handle:
+            self._handler = handler
+            signal.signal(signal.SIGCHLD, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._handler(number, frame)
+        except Exception as error:
+            self._error = self._error or error
+
+    def check(self) -> None:
+        """Raises what the handler raised, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 def is_stopped(pid: int) -> bool:

@@ -161,7 +161,7 @@ class World:
 class Loops:
     """Runs worlds and their interleavings; counts both."""
 
-    counts_what_was_left: bool = False  # epochs that were left: all that was drawn is counted, not only never too much
+    counts_what_was_left: bool = True  # epochs that were left: all that was drawn is counted, not only never too much
     worlds: int = 0
     interleavings: int = 0
     _traces: dict[Any, Trace] = field(default_factory=dict)

@@ -112,11 +112,6 @@ def test_the_loop_in_every_interleaving_of_two_ranks(name: str) -> None:
     explore_loops(name, 2, 2, (1, 3), window=1)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=Broken,
-    reason="what a rank that stays draws in the round in which it learns that a peer left is not counted as dropped",
-)
 def test_what_was_drawn_in_an_epoch_that_was_left_is_counted() -> None:
     every = Loops(counts_what_was_left=True)
     for world in small_worlds(small_config(3, 2), 2, 1, (1, 3)):
