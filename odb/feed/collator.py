@@ -8,6 +8,7 @@ or when something fails, and takes its workers with it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import traceback
 from typing import Any
@@ -39,6 +40,7 @@ def run(spec: NodeSpec, channel: Channel, parent_pid: int, use_signal: bool) -> 
     supervise.ignore_interrupts()
     close_inherited(keep=(channel,))
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported or inherited is not looked through again and again
     server = _Server(spec, channel)
     code = 0
     try:

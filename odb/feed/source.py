@@ -7,6 +7,7 @@ as much as producing a cheap sample), and a null collate that turns a chunk of s
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -281,6 +282,7 @@ class WorkerInit:
     def __call__(self, worker_id: int) -> None:
         guard_against_orphaning(self.collate_pid, use_signal=self.use_signal)
         ignore_interrupts()
+        gc.freeze()  # spares looking through, and under fork copying, what was there before
         info = get_worker_info()
         guarded = getattr(info, "dataset", None)
         if isinstance(guarded, (GuardedDataset, GuardedIterable)):
