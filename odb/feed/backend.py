@@ -82,6 +82,7 @@ class ProcessBackend:
         self._open = -1  # generation of an epoch that has not been seen to end
         self._error: BaseException | None = None
         self._owner_pid = os.getpid()
+        self._spec = spec
         self._timeout_s = spec.options.timeout_s
         self._is_closed = False
         use_signal = supervise.can_use_signal(self._context)
@@ -182,9 +183,11 @@ class ProcessBackend:
             )
 
     def _died(self) -> ProcessDied:
-        return ProcessDied(
+        error = ProcessDied(
             f"the collate process (pid {self._process.pid}) of this rank died: {supervise.describe_exit(self._process)}"
         )
+        publish_failure_at(self._spec, f"ProcessDied: {error}")  # it can't tell its peers any more
+        return error
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
