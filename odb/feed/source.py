@@ -25,6 +25,7 @@ from odb.feed.supervise import ChildWatch, guard_against_orphaning, ignore_inter
 
 MAX_CHUNK = 32  # larger ones gain nothing; the first ones are smaller, so that the first batch comes early
 FIRST_CHUNK = 4
+_BLOCK = 1 << 16
 
 
 class Record(NamedTuple):
@@ -146,9 +147,11 @@ class IndexSource:
         number, skip = divmod(order.cursor, length)
         while not order.passes or number < order.passes:
             ids, keys = order.pass_keys(number)
-            plain = keys.tolist() if isinstance(keys, np.ndarray) else keys
-            for identity, key in zip(ids[skip:].tolist(), plain[skip:], strict=True):
-                yield order.epoch, identity, key
+            for first in range(skip, length, _BLOCK):  # as plain integers a long pass would take many times its memory
+                block = slice(first, first + _BLOCK)
+                plain = keys[block].tolist() if isinstance(keys, np.ndarray) else keys[block]
+                for identity, key in zip(ids[block].tolist(), plain, strict=True):
+                    yield order.epoch, identity, key
             number, skip = number + 1, 0
 
 
