@@ -74,7 +74,10 @@ def test_children_exchange_while_their_parents_train(num_ranks: int, method: str
 
 
 def train_twice(pipe: Any, port: int, rank: int, num_ranks: int) -> list[Any]:
-    """Inline, with the default group destroyed and made again on the same port between two loaders."""
+    """Inline, with the default group destroyed and made again between two loaders.
+
+    On another port: on the same one, PyTorch's own store of the second group may meet a rest of the first one's.
+    """
     found = []
     for _ in range(2):
         init(port, rank, num_ranks)
@@ -84,6 +87,9 @@ def train_twice(pipe: Any, port: int, rank: int, num_ranks: int) -> list[Any]:
         found.append((address.loader_number, gather_ranks(exchange, pipe, 3)))
         dist.barrier()
         exchange.close()
+        next_port = torch.tensor(free_port() if rank == 0 else 0)
+        dist.broadcast(next_port, 0)
+        port = int(next_port)
         dist.barrier()
         dist.destroy_process_group()
     return found
