@@ -32,6 +32,13 @@ PLANNED: dict[str, dict[str, str]] = {
     "on_oversize": {"truncate": "sample packing", "split": "sample packing"},
 }
 
+#: Options that belong to what is planned.
+PLANNED_OPTIONS = {
+    "balance": "label balancing",
+    "device_mesh": "device meshes (dp_rank and dp_world_size say the same)",
+    "rows_per_batch": "sample packing",
+}
+
 _AUTO_BUDGETS_HELD = 64  # a window of 64 full groups: the gain of larger ones is small (docs/concepts.md)
 _AUTO_WINDOW = 8192
 _AUTO_HELD_BYTES = 1 << 30
@@ -266,6 +273,9 @@ def make_config(options: dict[str, Any], other_names: Iterable[str] = ()) -> ODB
         options["window"] = options.pop("buffer_size")
     if options.get("max_patches") == 0:  # 0 means "no bound" in the paper's package
         options["max_patches"] = None
+    planned = [f"{name} belongs to {PLANNED_OPTIONS[name]}" for name in options if name in PLANNED_OPTIONS]
+    if planned:
+        raise ConfigError(f"{'; '.join(planned)}: this version does not have it")
     unknown = [name for name in options if name not in OPTION_NAMES]
     if unknown:
         known = (*OPTION_NAMES, "buffer_size", *other_names)
