@@ -141,7 +141,7 @@ class EpochJob:
             agreement = self._agree(protocol.encode(proposal.report))
             self.rounds += 1
             if agreement.verdict in (Verdict.END, Verdict.ALL_CLOSED):
-                self._count_dropped(agreement.verdict, len(proposal.window))
+                self._count_dropped(agreement.verdict)
                 return
             if agreement.verdict is Verdict.PEER_CLOSED:
                 yield from self._wait_for_close(agreement, closed)
@@ -274,13 +274,13 @@ class EpochJob:
             details = self.explain()
             raise DisagreementError(f"{error}\n{details}" if details else str(error), error.ranks) from None
 
-    def _count_dropped(self, verdict: Verdict, num_held: int) -> None:
-        num_drawn = len(self._held)  # also what was drawn for a round that planned nothing
-        self._held.clear()
+    def _count_dropped(self, verdict: Verdict) -> None:
+        """What the epoch's end finds here: all that was drawn, also for a round that planned nothing."""
         if verdict is Verdict.ALL_CLOSED:
-            self.dropped["closed"] += num_drawn
+            self.dropped["closed"] += len(self._held)
         else:
-            self.dropped["tail"] += num_held + self._num_undrawn()
+            self.dropped["tail"] += len(self._held) + self._num_undrawn()
+        self._held.clear()
 
     def _wait_for_close(self, agreement: Agreement, closed: bool) -> Iterator[PeersClosed]:
         if not closed:
