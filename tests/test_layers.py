@@ -63,7 +63,8 @@ LAYERS = (
         ("odb.errors", "odb.plan", "odb.exchange", "odb.feed", "odb.resume", *BESIDE_THE_LOADER),
         ("numpy", "torch"),
     ),
-    Layer("odb.resume", ("odb.errors", "odb.plan", "odb.exchange", "odb.feed"), ("numpy",)),
+    Layer("odb.manifest", ("odb.errors",), ("numpy",)),
+    Layer("odb.checkpoint", ("odb.errors", "odb.exchange.rendezvous", "odb.manifest", "odb.resume")),
     Layer("odb.seeding", ("odb.errors",), ("numpy",)),
     Layer("odb.testing", ("odb.errors", "odb.loader", *BESIDE_THE_LOADER), ("numpy", "torch")),
 )
