@@ -123,14 +123,21 @@ class Progress:
             return float(self.epoch)
         return self.epoch + min(1.0, self.epoch_samples / self.samples_per_epoch)
 
+    @property
+    def scheduled_samples(self) -> int:
+        """`epochs` in samples: what a schedule over whole epochs goes by."""
+        if not self.samples_per_epoch:
+            return self.samples
+        return self.epoch * self.samples_per_epoch + min(self.samples_per_epoch, self.epoch_samples)
+
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over all counts but `samples_per_epoch`, which belongs to the dataset at hand."""
+        """Takes over the counts that are there, but for `samples_per_epoch`, which belongs to the dataset at hand."""
         for f in fields(self):
-            if f.name != "samples_per_epoch":
+            if f.name != "samples_per_epoch" and f.name in state:
                 setattr(self, f.name, state[f.name])
 
 
@@ -202,7 +209,14 @@ class Advisor:
 # ---- the state beside a checkpoint
 
 
-def save_state(folder: str | os.PathLike[str], loader: ODBDataLoader, progress: Progress, *, write: bool) -> None:
+def save_state(
+    folder: str | os.PathLike[str],
+    loader: ODBDataLoader,
+    progress: Progress,
+    *,
+    write: bool,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
     """Writes one state of all ranks' loaders into a checkpoint's folder. Call it on all ranks, after the same step.
 
     Args:
@@ -210,8 +224,10 @@ def save_state(folder: str | os.PathLike[str], loader: ODBDataLoader, progress: 
         loader: this rank's.
         progress: the run's counts.
         write: whether this process writes (one per folder: the main process, or one of each node).
+        extra: further JSON values, which `read_state` gives back beside the others.
     """
-    state = {"format": _STATE_FORMAT, "loader": gather(loader), "progress": progress.state_dict()}
+    own = {"format": _STATE_FORMAT, "loader": gather(loader), "progress": progress.state_dict()}
+    state = dict(extra or {}) | own
     if not write:
         return
     path = Path(folder, STATE_FILE)
