@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -436,13 +436,7 @@ class _Follower(TrainerCallback):
         self.bridge.close()
 
 
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object  # a mixin: the Trainer comes behind it
-
-
-class ODBTrainerMixin(_Base):
+class ODBTrainerMixin:
     """Put before a Trainer class: `class MyTrainer(ODBTrainerMixin, Trainer)`, made with `odb={"token_budget": ...}`.
 
     `odb` takes the arguments of `enable_odb`. Without it the Trainer is what it was.
@@ -457,7 +451,7 @@ class ODBTrainerMixin(_Base):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trains; from a checkpoint, at the batch behind the last one that was trained on."""
-        bridge, parent = self.odb, super()
+        bridge, parent = self.odb, _behind(self)
         if bridge is None:
             return parent.train(resume_from_checkpoint, *args, **kwargs)
         arguments = bridge.args
@@ -473,7 +467,7 @@ class ODBTrainerMixin(_Base):
 
     def get_train_dataloader(self) -> Any:
         """The loader of `odb` over what the Trainer's own one would read."""
-        bridge, parent = self.odb, super()
+        bridge, parent = self.odb, _behind(self)
         if bridge is None:
             return parent.get_train_dataloader()
         return bridge.make_dataloader(None if bridge.dataloader is not None else parent.get_train_dataloader())
@@ -481,31 +475,33 @@ class ODBTrainerMixin(_Base):
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Epochs without a number of steps."""
         if self.odb is None:
-            return super().set_initial_training_values(args, dataloader)
+            return _behind(self).set_initial_training_values(args, dataloader)
         return self.odb.training_values()
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule, over samples where the number of steps is unknown."""
-        bridge, parent, present = self.odb, super(), getattr(self, "lr_scheduler", None)
+        bridge, parent, trainer = self.odb, _behind(self), _any(self)
         if bridge is None or not bridge.goes_by_progress:
             return parent.create_scheduler(num_training_steps, optimizer)
-        bridge.follow_progress(present, lambda units: parent.create_scheduler(units, optimizer))
-        return self.lr_scheduler
+        bridge.follow_progress(trainer.lr_scheduler, lambda units: parent.create_scheduler(units, optimizer))
+        return trainer.lr_scheduler
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The micro-batches of an optimizer step; none: the epoch is over."""
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.odb is not None and not batches:
+        batches, num_items = _behind(self).get_batch_samples(epoch_iterator, num_batches, device)
+        if self.odb is None:
+            return batches, num_items
+        if not batches:
             self.odb._is_exhausted = True
-            self.control.should_epoch_stop = True
-        if self.odb is not None and num_items is not None:
+            _any(self).control.should_epoch_stop = True
+        if num_items is not None:
             num_items = torch.as_tensor(num_items).clamp(min=1)  # a step without any label: 0 / 0 has no gradient
         return batches, num_items
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's loss, weighed by odb where the Trainer does not normalise it over the optimizer step."""
         info = take_info(inputs)
-        result = super().compute_loss(model, inputs, *args, **kwargs)
+        result = _behind(self).compute_loss(model, inputs, *args, **kwargs)
         if info is None or self.odb is None:
             return result
         num_items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
@@ -517,15 +513,25 @@ class ODBTrainerMixin(_Base):
         """The Trainer's logs, with odb's numbers."""
         if self.odb is not None:
             self.odb.add_to_logs(logs)
-        super().log(logs, *args, **kwargs)
+        _behind(self).log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The model; in a checkpoint of a running training also the loader's state."""
-        super().save_model(output_dir, _internal_call=_internal_call)
-        in_training = _internal_call and output_dir is not None and self.is_in_train
+        _behind(self).save_model(output_dir, _internal_call=_internal_call)
+        in_training = _internal_call and output_dir is not None and _any(self).is_in_train
         if self.odb is not None and in_training and os.path.basename(str(output_dir)).startswith("checkpoint-"):
             self.odb.save(str(output_dir))
-            self.odb._saved_at = self.state.global_step
+            self.odb._saved_at = _any(self).state.global_step
+
+
+def _behind(mixin: ODBTrainerMixin) -> Any:
+    """The Trainer's own methods."""
+    return super(ODBTrainerMixin, mixin)
+
+
+def _any(mixin: ODBTrainerMixin) -> Any:
+    """The same object as the Trainer that it is too."""
+    return mixin
 
 
 class ODBTrainer(ODBTrainerMixin, Trainer):
