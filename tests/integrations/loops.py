@@ -115,6 +115,8 @@ def deepspeed_main() -> None:
     import deepspeed
 
     wanted = json.loads(sys.argv[2])
+    # Gloo instead of an operator of DeepSpeed's own that it compiles at the first start on a machine, for half a minute.
+    deepspeed.ops.__compatible_ops__ = dict.fromkeys(["deepspeed_shm_comm"], False)
     deepspeed.init_distributed(dist_backend="gloo")
     for stage in wanted["stages"]:
         for accumulation in wanted["accumulation"]:
