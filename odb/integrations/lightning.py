@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +50,7 @@ def attach(trainer: Trainer, loader: Any, *, log_loss: str | None = "train_loss"
     """
     if options:
         options.setdefault("grad_accum_steps", trainer.accumulate_grad_batches)
-    feed = TrainLoader(loader_of(loader, **options))
-    if trainer.current_epoch:  # asked for again, or resumed: epochs are told apart by their number
-        feed.loader.set_epoch(trainer.current_epoch)
+    feed = TrainLoader(loader_of(loader, **options), lambda: trainer.fit_loop.epoch_progress.current.processed)
     callbacks: list[Any] = [c for c in trainer.callbacks if not isinstance(c, ODBCallback)]
     trainer.callbacks = [ODBCallback(feed, log_loss=log_loss), *callbacks]  # those that save checkpoints stay last
     return feed
@@ -73,20 +71,22 @@ class TrainLoader:
         loader: the `ODBDataLoader` behind it.
     """
 
-    def __init__(self, loader: ODBDataLoader) -> None:
+    def __init__(self, loader: ODBDataLoader, next_epoch: Callable[[], int]) -> None:
         self.loader = loader
+        self._next_epoch = next_epoch
+        self._is_loaded = False  # a state says where the next pass starts
         self._ahead: deque[_Handed] = deque()  # taken, and not yet trained on
         self._current: _Handed | None = None  # trained on last
         self._before: State | None = None  # of the pass, before its first batch
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch of batches, without infos."""
+        """One epoch of batches, without infos. It starts with the first batch: Lightning also asks for iterators in vain."""
+        if not self._is_loaded:
+            self.loader.set_epoch(self._next_epoch())
         steps = self.loader.steps()
+        self._is_loaded = False
         self._ahead.clear()
         self._current, self._before = None, self.loader.state_dict()
-        return self._hand_over(steps)
-
-    def _hand_over(self, steps: Iterator[tuple[Any, ODBStepInfo]]) -> Iterator[Any]:
         handed = None
         for batch, info in steps:
             handed = _Handed(info, self.loader.state_dict())
@@ -110,9 +110,9 @@ class TrainLoader:
         return self._current.info
 
     @property
-    def rank(self) -> int:
-        """This rank among the data-parallel ones."""
-        return self.loader.rank
+    def is_at_start(self) -> bool:
+        """Whether the pass at hand began with its epoch, and no batch of it was trained on."""
+        return self._current is None and (self._before is None or self._before["step"] == 0)
 
     def own_state(self) -> State:
         """This rank's state behind the batch that was trained on last. Local."""
@@ -127,6 +127,7 @@ class TrainLoader:
     def load_state_dict(self, state: State) -> None:
         """Goes on where the state says, each rank at its own place; also on another number of ranks."""
         self.loader.load_state_dict(state)
+        self._is_loaded = True
         self._current = self._before = None
 
 
@@ -144,6 +145,7 @@ class ODBCallback(Callback):
 
     Attributes:
         progress: `odb.integrations.common.Progress` of the whole run, over all ranks; kept in checkpoints.
+        info: of the batch that is trained on now.
     """
 
     def __init__(self, feed: TrainLoader, log_loss: str | None = "train_loss") -> None:
@@ -151,12 +153,16 @@ class ODBCallback(Callback):
         self.progress = Progress()
         self._log_loss = log_loss
         self._telemetry: Telemetry | None = None
-        self._info: ODBStepInfo | None = None
+        self.info: ODBStepInfo | None = None
         self._factor = 1.0
         self._mean: Tensor | float = 0.0  # of this optimizer step so far, this rank's part
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check_trainer(trainer, pl_module, self.feed.loader)
+        if self.feed.is_at_start:
+            # A checkpoint of an epoch's last step is resumed in the next one with the batches of the last counted, which
+            # would put optimizer steps at the wrong places where that number is no multiple of what is accumulated.
+            trainer.fit_loop.epoch_loop.batch_progress.reset_on_run()
         self._telemetry = Telemetry(self.feed.loader, every=1)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -165,18 +171,18 @@ class ODBCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         info = self.feed.begin_step()
-        self._info = info
+        self.info = info
         self._factor = info.loss_scale * _divisor(trainer, pl_module, self.feed.loader)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         factor = self._factor
         if loss.requires_grad:
-            loss.register_hook(lambda grad: grad * factor)
+            loss.register_hook(lambda grad: grad * factor)  # type: ignore[no-untyped-call]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        info = self._info
+        info = self.info
         assert info is not None, "on_train_batch_start comes first"
         self.progress.add(info)
         self._mean = self._mean + self._share(trainer, pl_module, outputs)
@@ -200,11 +206,11 @@ class ODBCallback(Callback):
     def _share(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> Tensor | float:
         """This batch's part of the token mean; Lightning hands the loss back divided by what it accumulates."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        assert self._info is not None
-        if not isinstance(loss, Tensor) or self._info.loss_scale == 0.0:
+        assert self.info is not None
+        if not isinstance(loss, Tensor) or self.info.loss_scale == 0.0:
             return 0.0
         accumulated = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        return loss.detach().float() * (self._info.loss_scale * accumulated)
+        return loss.detach().float() * (self.info.loss_scale * accumulated)
 
     def _report(self, trainer: Trainer) -> None:
         if self._telemetry is None or not trainer.loggers or trainer.global_step % max(1, trainer.log_every_n_steps):
@@ -225,7 +231,7 @@ def _divisor(trainer: Trainer, module: LightningModule, loader: ODBDataLoader) -
     """What Lightning, and a strategy's engine below it, will divide this loss by."""
     if not module.automatic_optimization:
         return 1
-    steps = trainer.accumulate_grad_batches
+    steps = int(trainer.accumulate_grad_batches)
     if steps != loader.config.grad_accum_steps:
         raise ConfigError(
             f"Trainer(accumulate_grad_batches={steps}) and grad_accum_steps={loader.config.grad_accum_steps} of the "
