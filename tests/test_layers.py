@@ -72,6 +72,9 @@ LAYERS = (
     Layer("odb.integrations.common", ("odb.errors", "odb.loader", "odb.resume", *BESIDE_THE_LOADER), ("torch",)),
     Layer("odb.integrations.hf", ADAPTER, ("torch", "transformers", "accelerate", "datasets")),
     Layer("odb.integrations.accelerate", ADAPTER, ("torch", "accelerate")),
+    Layer("odb.integrations.deepspeed", ADAPTER, ("torch",)),
+    Layer("odb.integrations.telemetry", ADAPTER),
+    Layer("odb.integrations.lightning", (*ADAPTER, "odb.integrations.telemetry"), ("torch", "lightning")),
 )
 
 #: Who may import `torch.distributed`; everybody else asks `odb.exchange`.
