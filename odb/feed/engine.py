@@ -269,7 +269,7 @@ class EpochJob:
     def _agree(self, row: np.ndarray[Any, Any]) -> Agreement:
         rows = self.exchange.all_gather(row, self.poll)
         try:
-            return protocol.settle(self.config, protocol.decode_all(rows))
+            return protocol.settle(self.config, protocol.decode_table(rows))
         except DisagreementError as error:
             details = self.explain()
             raise DisagreementError(f"{error}\n{details}" if details else str(error), error.ranks) from None

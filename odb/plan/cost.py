@@ -53,6 +53,14 @@ def sample_cost(measures: Measures, config: PlanConfig) -> I64:
     return group_cost(np.ones(len(measures), np.int64), padded_length(measures.length, config), config)
 
 
+def row_cost(length: I64, config: PlanConfig) -> I64:
+    """(n,) what one more row of each length adds to a group of that length: tokens unless there is a cost model."""
+    if config.cost_fn is None:
+        return length
+    one = np.ones_like(length)
+    return group_cost(2 * one, length, config) - group_cost(one, length, config)
+
+
 def oversize(config: PlanConfig, measures: Measures) -> npt.NDArray[np.bool_]:
     """(n,) bool: samples that break a bound all by themselves (cost over the budget, or patches over `max_patches`)."""
     over = sample_cost(measures, config) > config.token_budget

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from odb.plan.cost import group_cost, padded_length
+from odb.plan.cost import group_cost, padded_length, row_cost
 from odb.plan.types import I64, Measures, PlanConfig
+
+#: A round of waiting counts like 2 % of a cap better filled.
+_WORTH_OF_WAITING = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Sorted:
         return len(self.position)
 
 
-def _most_rows(samples: Sorted, config: PlanConfig, cap: int) -> I64:
+def most_rows(samples: Sorted, config: PlanConfig, cap: int) -> I64:
     """(n,) rows of a group that starts at each sample, were the rest of the window endless: >= 1, patches aside."""
     limit = config.max_samples or np.iinfo(np.int64).max
     if config.cost_fn is None:
@@ -72,7 +75,7 @@ def _reach(samples: Sorted, config: PlanConfig, cap: int) -> I64:
     It lies past the window's end where no bound but that end closes the group.
     """
     starts = np.arange(len(samples))
-    ends = starts + np.minimum(_most_rows(samples, config, cap), 2 * len(samples) + 1)
+    ends = starts + np.minimum(most_rows(samples, config, cap), 2 * len(samples) + 1)
     if config.max_patches is not None:
         total = np.concatenate([[0], np.cumsum(samples.patches)])
         by_patches = np.searchsorted(total, total[:-1] + config.max_patches, side="right") - 1
@@ -118,7 +121,7 @@ def complete(samples: Sorted, ends: list[int], config: PlanConfig) -> npt.NDArra
         total = np.concatenate([[0], np.cumsum(samples.patches)])
         closed |= total[stop] - total[start] + samples.patches[stop - 1] > config.max_patches
     if config.rows_multiple > 1:
-        closed |= stop - start == _whole(_most_rows(samples, config, config.token_budget)[start], config.rows_multiple)
+        closed |= stop - start == _whole(most_rows(samples, config, config.token_budget)[start], config.rows_multiple)
     return closed
 
 
@@ -194,6 +197,76 @@ def _peel(ends: list[int], num_groups: int) -> list[int]:
         ends.append(end - 1)
         heapq.heappush(heap, (start - end + 1, start, end - 1))
     return sorted(ends)
+
+
+def fill(samples: Sorted, caps: I64, age: I64, config: PlanConfig) -> tuple[I64, ...]:
+    """One group for each cap, each the one that is worth most under it of what the groups before it left.
+
+    Worth is the share of the cap that real tokens fill; padding, and a cap that is missed, count alike. Samples that
+    have waited are worth a little more; overdue ones (`config.max_age`) go first, the oldest before all others.
+
+    Args:
+        samples: the window, at least as many as there are caps.
+        caps: (T,) what each group may cost. Only a sample that alone costs more exceeds it.
+        age: (n,) rounds that each sample has waited.
+        config: its bounds on groups hold.
+
+    Returns:
+        Positions in the window of each group.
+    """
+    pool = _Pool.of(samples, age, config)
+    groups = []
+    for index, cap in enumerate(caps.tolist()):
+        start, end = pool.best(cap, len(caps) - index - 1, config)
+        groups.append(pool.samples.position[start:end])
+        pool = pool.without(start, end)
+    return tuple(groups)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """What is left to choose from. All arrays shape (n,)."""
+
+    samples: Sorted
+    value: npt.NDArray[np.float64]  # what a sample costs without padding
+    waited: npt.NDArray[np.float64]  # `value` times age
+    age: I64
+
+    @classmethod
+    def of(cls, samples: Sorted, age: I64, config: PlanConfig) -> _Pool:
+        value = row_cost(samples.length, config).astype(np.float64)
+        return cls(samples, value, value * age, age)
+
+    def best(self, cap: int, num_left: int, config: PlanConfig) -> tuple[int, int]:
+        """Bounds of the slice to take; `num_left` samples at least stay for the groups to come."""
+        total = len(self.samples)
+        starts = np.arange(total)
+        ends = np.minimum(_reach(self.samples, config, min(cap, config.token_budget)), total)
+        rows = np.clip(_whole(ends - starts, config.rows_multiple), 1, total - num_left)
+        ends = np.minimum(starts + rows, total)
+        rows = ends - starts
+        cost = group_cost(rows, self.samples.padded, config)
+        worth = _sums(self.value, starts, ends)
+        waited = _sums(self.waited, starts, ends) / np.maximum(worth, 1)
+        score = worth / np.maximum(np.maximum(cap, cost), 1) + _WORTH_OF_WAITING * waited - (cost > cap)
+        oldest = int(np.argmax(self.age))
+        if self.age[oldest] >= config.max_age:
+            old = (2 * self.age >= config.max_age).astype(np.float64)
+            score += _sums(old, starts, ends) / old.sum()  # one that must go takes with it those that soon must
+            score[(starts > oldest) | (ends <= oldest)] = -np.inf
+        start = int(np.argmax(score))
+        return start, int(ends[start])
+
+    def without(self, start: int, end: int) -> _Pool:
+        """The rest, once the samples of a slice have gone."""
+        kept = np.delete(np.arange(len(self.samples)), slice(start, end))
+        return _Pool(self.samples.take(kept), self.value[kept], self.waited[kept], self.age[kept])
+
+
+def _sums(values: npt.NDArray[np.float64], starts: I64, ends: I64) -> npt.NDArray[np.float64]:
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    out: npt.NDArray[np.float64] = total[ends] - total[starts]
+    return out
 
 
 def slice_costs(samples: Sorted, ends: list[int], config: PlanConfig) -> I64:

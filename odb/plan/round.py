@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb.plan import group
-from odb.plan.align import settle
+from odb.plan.align import settle, token_target
 from odb.plan.cost import group_cost, oversize, padded_length, validate_cost_fn
 from odb.plan.group import Sorted
 from odb.plan.order import by_cost, in_time
@@ -32,11 +32,13 @@ from odb.plan.types import (
     Verdict,
 )
 from odb.plan.weights import LOSS_TOKENS, SAMPLES, loss_scales, sync_flags, window_totals
-from odb.plan.wire import decode_all, digest_of, encode
+from odb.plan.wire import decode_all, decode_table, digest_of, encode
 
 __all__ = [
+    "advance",
     "conclude",
     "decode_all",
+    "decode_table",
     "digest_of",
     "encode",
     "fill_target",
@@ -61,10 +63,9 @@ def fill_target(config: PlanConfig, state: RoundState) -> tuple[int, int, int]:
     can't make a step (fewer samples than micro-steps; no complete group with `drop_last`), the limits give way.
     """
     window = state.window
-    ramp = 2 * config.grad_accum_steps * config.token_budget << min(state.round, 40)
     room = (
         config.window - len(window),
-        min(config.max_held_tokens, ramp) - int(window.length.sum()),
+        token_target(config, state.round) - int(window.length.sum()),
         config.max_held_bytes - int(window.num_bytes.sum()),
     )
     least = (0, 0, 0)
@@ -93,11 +94,13 @@ def propose(
     exhausted: bool,
     closed: bool = False,
     config_digest: int = 0,
+    num_used: int | None = None,
 ) -> Proposal:
     """This rank's window with what has arrived, the groups that it forms by itself, and its report.
 
     `exhausted`: the source has nothing more. `closed`: the consumer left the epoch. `config_digest`: of whatever must
-    be equal on all ranks (see `digest_of`), the configuration's own `signature()` included.
+    be equal on all ranks (see `digest_of`), the configuration's own `signature()` included. `num_used`: keys that gave
+    the arrivals, those that were rejected included (default: as many as arrived).
     """
     window = Measures.concat([state.window, arrivals])
     age = np.concatenate([state.age, np.zeros(len(arrivals), np.int64)])
@@ -118,6 +121,10 @@ def propose(
         emitted_samples=state.emitted_samples,
         config_digest=config_digest,
         agreement_digest=state.agreement_digest,
+        num_keys=state.num_keys,
+        next_key=state.next_key,
+        num_granted=state.num_granted,
+        num_drawn=state.num_drawn + (len(arrivals) if num_used is None else num_used),
         cost_quantiles=_quantiles(group.slice_costs(samples, ends, config)),
     )
     return Proposal(state, window, age, group.slices(samples, ends), report)
@@ -132,10 +139,12 @@ def _status(num_held: int, exhausted: bool, closed: bool) -> Status:
 
 
 def _quantiles(costs: I64) -> tuple[int, ...]:
+    """Quantiles of group costs, ascending, without the last group: that is what happened to be left over."""
     if not len(costs):
         return (0,) * NUM_QUANTILES
-    index = np.round(np.linspace(0, len(costs) - 1, NUM_QUANTILES)).astype(np.int64)
-    return tuple(np.sort(costs)[index].tolist())
+    ordered = np.sort(costs[:-1] if len(costs) > 1 else costs)
+    at = np.linspace(0, len(ordered) - 1, NUM_QUANTILES)
+    return tuple(np.interp(at, np.arange(len(ordered)), ordered).astype(np.int64).tolist())
 
 
 def form(config: PlanConfig, proposal: Proposal, agreement: Agreement, rank: int) -> Plan:
@@ -159,7 +168,10 @@ def _choose(config: PlanConfig, proposal: Proposal, agreement: Agreement, num_gr
         return ()
     samples = Sorted.of(proposal.window, config)
     age = proposal.age[samples.position]
-    if len(proposal.groups) > num_groups or config.drop_last:
+    is_more = len(proposal.groups) > num_groups
+    if is_more and len(agreement.caps):
+        return group.fill(samples, agreement.caps[:num_groups], age, config)
+    if is_more or config.drop_last:
         return _overflow(config, samples, age, len(proposal.groups), num_groups)
     if not agreement.last:
         kept = samples.take(slice(0, len(samples) - _reserve(config, proposal, samples, num_groups, age)))
@@ -251,17 +263,26 @@ def _totals(window: Measures, slots: tuple[I64, ...]) -> I64:
 def conclude(config: PlanConfig, plan: Plan, all_totals: I64, world_size: int, rank: int) -> Outcome:
     """The steps to emit, from the totals of all ranks (shape (T, 3): samples, tokens, loss tokens), and the next state.
 
-    `rank` is taken for symmetry with `form`; a rank's own steps are in its plan already.
+    `rank` says whose grants are booked; a rank's own steps are in its plan already.
     """
-    agreement, proposal = plan.agreement, plan.proposal
     assert all_totals.shape == plan.totals.shape, (all_totals.shape, plan.totals.shape, rank)
-    num_steps, met = _until_quota(config, proposal.state, all_totals)
-    ended = met or agreement.last or agreement.verdict in (Verdict.END, Verdict.ALL_CLOSED)
+    num_steps, met = _until_quota(config, plan.proposal.state, all_totals)
     carry = _NONE if met else plan.carry
     dropped = np.concatenate([plan.dropped, *plan.groups[num_steps:], plan.carry]) if met else plan.dropped
-    state = _next_state(plan, carry, num_steps, all_totals[:num_steps])
+    state = _next_state(plan, carry, num_steps, all_totals[:num_steps], rank)
     steps = _steps(config, plan, all_totals[:num_steps], world_size)
-    return Outcome(steps, state, ended, proposal.window.ids[np.sort(dropped)])
+    return Outcome(steps, state, met or _is_over(plan), plan.proposal.window.ids[np.sort(dropped)])
+
+
+def advance(config: PlanConfig, plan: Plan, all_totals: I64, rank: int) -> tuple[int, bool, RoundState]:
+    """What `conclude` comes to without the steps themselves: how many are emitted, whether the epoch is over, the state."""
+    num_steps, met = _until_quota(config, plan.proposal.state, all_totals)
+    state = _next_state(plan, _NONE if met else plan.carry, num_steps, all_totals[:num_steps], rank)
+    return num_steps, met or _is_over(plan), state
+
+
+def _is_over(plan: Plan) -> bool:
+    return plan.agreement.last or plan.agreement.verdict in (Verdict.END, Verdict.ALL_CLOSED)
 
 
 def refit(config: PlanConfig, window: Measures, slots: tuple[I64, ...]) -> tuple[tuple[I64, ...], I64, I64]:
@@ -330,8 +351,9 @@ def _until_quota(config: PlanConfig, state: RoundState, all_totals: I64) -> tupl
     return (int(enough[0]) + 1, True) if len(enough) else (len(all_totals), False)
 
 
-def _next_state(plan: Plan, carry: I64, num_steps: int, all_totals: I64) -> RoundState:
-    proposal = plan.proposal
+def _next_state(plan: Plan, carry: I64, num_steps: int, all_totals: I64, rank: int) -> RoundState:
+    proposal, agreement = plan.proposal, plan.agreement
+    granted = int(agreement.grants[rank]) if len(agreement.grants) else 0
     old = proposal.state
     return replace(
         old,
@@ -343,7 +365,10 @@ def _next_state(plan: Plan, carry: I64, num_steps: int, all_totals: I64) -> Roun
         emitted_samples=old.emitted_samples + int(plan.totals[:num_steps, SAMPLES].sum()),
         all_emitted_samples=old.all_emitted_samples + int(all_totals[:, SAMPLES].sum()),
         step=old.step + num_steps,
-        agreement_digest=plan.agreement.digest,
+        agreement_digest=agreement.digest,
+        next_key=old.next_key + int(agreement.grants.sum()),
+        num_granted=old.num_granted + granted,
+        num_drawn=proposal.report.num_drawn,
     )
 
 

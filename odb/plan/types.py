@@ -12,8 +12,8 @@ Conventions, valid for the whole of `odb.plan`:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -73,20 +73,20 @@ class PlanConfig:
     loss_scaling: str = "exact"  # "exact" | "samples" | "none"
     grad_accum_steps: int = 1  # A
     seed: int = 0
-    max_age: int = 4  # rounds that a sample may be carried before it must leave first
+    max_age: int = 10  # rounds that a sample may be carried before it must leave first
 
     def signature(self) -> dict[str, str]:
         """Field name -> canonical text, for digests and for telling two configurations apart in an error."""
         out = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for one in fields(self):
+            value = getattr(self, one.name)
             if is_dataclass(value):  # its text holds what it does
                 value = repr(value)
             elif callable(value):  # identity differs between processes, the name does not
                 value = (
                     f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
                 )
-            out[field.name] = repr(value)
+            out[one.name] = repr(value)
         return out
 
 
@@ -139,7 +139,41 @@ class Report:
     emitted_samples: int
     config_digest: int  # of PlanConfig and of whatever else must be equal
     agreement_digest: int  # of the last agreement: ranks that drifted apart are found one round later
+    num_keys: int = -1  # of the order that all ranks share; -1: each rank has its own share
+    next_key: int = 0  # the first of them that nobody was granted yet
+    num_granted: int = 0  # keys that this rank was granted
+    num_drawn: int = 0  # and of these the ones that it has used, rejected samples included
     cost_quantiles: tuple[int, ...] = (0,) * NUM_QUANTILES  # of this rank's group costs, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """The reports of all ranks by column, each an int64 array of shape (W,): cheap for thousands of ranks."""
+
+    epoch: I64
+    round: I64
+    status: I64
+    num_held: I64
+    num_groups: I64
+    held_tokens: I64
+    observed_samples: I64
+    observed_tokens: I64
+    emitted_samples: I64
+    config_digest: I64
+    agreement_digest: I64
+    num_keys: I64
+    next_key: I64
+    num_granted: I64
+    num_drawn: I64
+    cost_quantiles: I64  # (W, NUM_QUANTILES)
+
+    @classmethod
+    def of(cls, reports: Sequence[Report]) -> ReportTable:
+        """The same from single reports."""
+        return cls(*(np.array([getattr(report, f.name) for report in reports], np.int64) for f in fields(cls)))
+
+    def __len__(self) -> int:
+        return len(self.epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +190,14 @@ class RoundState:
     all_emitted_samples: int = 0  # over all ranks, for the quota
     step: int = 0  # steps emitted in this epoch
     agreement_digest: int = 0
+    num_keys: int = -1  # this and the next three: see `Report`
+    next_key: int = 0
+    num_granted: int = 0
+    num_drawn: int = 0
 
     @classmethod
     def start(cls, epoch: int) -> RoundState:
-        """The state before the first round of an epoch."""
+        """The state before the first round of an epoch whose shares are fixed; see `grants.start` for granted ones."""
         return cls(epoch=epoch, round=0, window=Measures.empty(), age=np.empty(0, np.int64))
 
 
@@ -186,6 +224,9 @@ class Agreement:
     num_emitting: I64  # (W,) steps in which each rank emits a real group, the rest of its T are idle
     closed_ranks: tuple[int, ...]
     digest: int
+    caps: I64 = field(default_factory=lambda: np.empty(0, np.int64))  # (T,) common cost caps, falling; or none
+    grants: I64 = field(default_factory=lambda: np.empty(0, np.int64))  # (W,) keys that each rank gets next; or none
+    first_key: int = 0  # rank 0's first of them: the ranks' blocks follow each other
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,15 +181,17 @@ _QUOTA = {"join": False, "sample_quota": 5}
 _AGE = {"max_age": 1, "max_steps_per_round": 1}
 
 BREAKS = {
-    "the overflow is dropped": Break(rounds, "_next_state", _before(lambda p, c, n, t: (p, c[:0], n, t)), options=_AGE),
+    "the overflow is dropped": Break(
+        rounds, "_next_state", _before(lambda p, c, n, t, r: (p, c[:0], n, t, r)), options=_AGE
+    ),
     "what was emitted stays, too": Break(
-        rounds, "_next_state", _before(lambda p, c, n, t: (p, np.arange(len(p.proposal.window)), n, t))
+        rounds, "_next_state", _before(lambda p, c, n, t, r: (p, np.arange(len(p.proposal.window)), n, t, r))
     ),
     "an arrival is lost": Break(rounds, "propose", _before(_lose_last_arrival)),
-    "one step too many": Break(align, "_target", _after(lambda r, *_: (r[0] + 1, r[1]))),
-    "one step too few": Break(align, "_target", _after(lambda r, *_: (max(0, r[0] - 1), r[1]))),
+    "one step too many": Break(align, "_target", _after(lambda r, *_: (r[0] + 1, *r[1:]))),
+    "one step too few": Break(align, "_target", _after(lambda r, *_: (max(0, r[0] - 1), *r[1:]))),
     "the target is more than a rank can fill": Break(
-        align, "_odb_steps", lambda o: lambda config, table: int(table.groups.max()), options={"max_held_tokens": 4},
+        align, "_odb_steps", lambda o: lambda config, table: (int(table.groups.max()), False), options={"max_held_tokens": 4},
         token_budget=2, window=4, most_samples=4,
     ),
     "the limit on steps is forgotten": Break(
@@ -232,9 +234,9 @@ BREAKS = {
     ),
     "the window has no end": Break(rounds, "fill_target", _after(lambda t, *_: tuple(9 if n > 0 else n for n in t))),
     "nothing is drawn any more": Break(rounds, "fill_target", _all((0, 0, 0))),
-    "the budget is exceeded by a row": Break(group, "_most_rows", _after(lambda rows, *_: rows + 1)),
+    "the budget is exceeded by a row": Break(group, "most_rows", _after(lambda rows, *_: rows + 1)),
     "the epoch ends with the first dry rank": Break(align, "_all_leaves", _any_dry_ends),
-    "the epoch never ends": Break(align, "_target", _after(lambda r, *_: (r[0], False))),
+    "the epoch never ends": Break(align, "_target", _after(lambda r, *_: (r[0], False, r[2]))),
     "only rank 0 learns of the end": Break(rounds, "conclude", _after(_only_rank_0_ends)),
     "a rank never says that it is dry": Break(rounds, "_status", _all(Status.RUNNING)),
     "a dry rank with samples passes for drained": Break(

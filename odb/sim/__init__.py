@@ -1,0 +1,1 @@
+"""Thousands of ranks through the planning core, without samples: what batching would come to."""

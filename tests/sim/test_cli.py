@@ -1,0 +1,108 @@
+"""`odb simulate`: options, files, output."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from odb.cli import main
+
+KEYS = {
+    "samples", "steps", "step_efficiency", "padding", "budget_fill", "straggler_ratio", "idle_share",
+    "max_held_tokens", "rounds", "seconds",
+}  # fmt: skip
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    assert main(["simulate", "--json", *args]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_json_has_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--distribution", "cv2", "--samples", "2000", "--ranks", "4", "--seed", "3")
+    result = simulate(capsys, *args)
+    assert result.keys() >= KEYS and result["samples"] == 2000 and result["ranks"] == 4
+    assert [one["name"] for one in result["compared"]] == ["fixed", "sorted", "oracle"]
+    assert simulate(capsys, *args) | {"seconds": 0} == result | {"seconds": 0}
+
+
+@pytest.mark.parametrize("kind", ["npy", "plain.jsonl", "objects.jsonl"])
+def test_lengths_come_from_files(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = np.random.default_rng(0).integers(1, 900, 500)
+    path = tmp_path / f"lengths.{kind}"
+    if kind == "npy":
+        np.save(path, given)
+    else:
+        lines = [json.dumps({"length": int(n)} if "objects" in kind else int(n)) for n in given]
+        path.write_text("\n".join(lines) + "\n")
+    result = simulate(capsys, "--lengths", str(path), "--ranks", "2", "--budget", "4096")
+    assert result["samples"] == 500 and result["tokens"] == given.sum()
+
+
+def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("--distribution", "llava", "--samples", "4000", "--ranks", "4")
+    small = simulate(capsys, *base, "--window", "64")
+    held = simulate(capsys, *base, "--max-held-tokens", "100000")
+    assert small["max_held_tokens"] < held["max_held_tokens"] < 110_000
+    static = simulate(capsys, *base, "--sharding", "static", "--policy", "published", "--grad-accum-steps", "2")
+    assert (static["sharding"], static["policy"]) == ("static", "published")
+    assert static["optimizer_steps"] == -(-static["steps"] // 2)
+    assert static["step_efficiency"] < simulate(capsys, *base)["step_efficiency"]
+
+
+def test_measured_steps_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "steps.jsonl"
+    rows = [{"rows": r, "padded_len": n, "seconds": 1.0 + 1e-9 * r * n} for r in (1, 5, 9) for n in (10, 500)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    args = ("--distribution", "cv2", "--samples", "2000", "--step-times", str(path))
+    fixed = simulate(capsys, *args)["compared"][0]
+    assert fixed["predicted_speedup"] == pytest.approx(fixed["steps"] / simulate(capsys, *args)["steps"], rel=0.01)
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_tables(has_rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without_rich(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("rich") and not has_rich:
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_rich)
+    assert main(["simulate", "--distribution", "llava", "--samples", "500", "--ranks", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "step efficiency" in out and "oracle" in out and ("┃" in out) == has_rich
+
+
+def test_plots_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    simulate(capsys, "--distribution", "llava", "--samples", "500", "--ranks", "2", "--plots", str(tmp_path))
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["fill.png", "step-cost.png", "waits.png"]
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--lengths", "nowhere.npy"], "no file"),
+        (["--distribution", "llava", "--ranks", "0"], "--ranks"),
+        (["--distribution", "llava", "--budget", "0"], "token_budget"),
+        (["--distribution", "llava", "--step-times", "nowhere"], "rows, padded_len and seconds"),
+    ],
+)
+def test_what_is_wrong_is_said(args: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *args]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ['{"tokens": 3}', "x", "1.5", "true"])
+def test_a_bad_line_is_named(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(f"7\n{line}\n")
+    assert main(["simulate", "--lengths", str(path)]) == 2
+    assert "line 2" in capsys.readouterr().err
