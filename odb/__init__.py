@@ -39,6 +39,7 @@ _SUBMODULES = frozenset(
         "metrics",
         "plan",
         "resume",
+        "samplers",
         "seeding",
         "step",
         "testing",

@@ -1,4 +1,6 @@
-"""What a group of samples costs in the padded layout: rows x padded row length, or what the user's cost model says."""
+"""What samples cost: in the padded layout rows x padded row length, in the packed one the sum of lengths; or what the
+user's cost model says.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,27 @@ def row_cost(length: I64, config: PlanConfig) -> I64:
     return group_cost(2 * one, length, config) - group_cost(one, length, config)
 
 
+def row_capacity(config: PlanConfig) -> int:
+    """Packed layout: tokens (or cost) that a row is filled with, so that its padded length keeps the bound."""
+    if config.cost_fn is not None:
+        return config.token_budget
+    capacity = config.token_budget // config.rows_per_batch
+    return capacity - capacity % config.pad_to_multiple_of
+
+
+def packed_size(length: I64, config: PlanConfig) -> I64:
+    """Packed layout: (n,) what a sample takes of its row: its length, or its cost alone."""
+    if config.cost_fn is None:
+        return length
+    return np.maximum(1, group_cost(np.ones(len(length), np.int64), length, config))
+
+
 def oversize(config: PlanConfig, measures: Measures) -> npt.NDArray[np.bool_]:
     """(n,) bool: samples that break a bound all by themselves (cost over the budget, or patches over `max_patches`)."""
-    over = sample_cost(measures, config) > config.token_budget
+    if config.layout == "packed":
+        over = packed_size(measures.length, config) > row_capacity(config)
+    else:
+        over = sample_cost(measures, config) > config.token_budget
     if config.max_patches is not None:
         over |= measures.patches > config.max_patches
     return over

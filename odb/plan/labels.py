@@ -99,6 +99,7 @@ class RowBounds:
     capacity: int | None = None  # tokens of a row
     max_samples: int | None = None  # of a row
     multiple: int | None = None  # padded length is a multiple of this; None: padding may grow
+    keeps_peak: bool = False  # of two microbatches that exchange, none gets more slots than the larger one had
 
     def padded(self, length: int) -> int:
         """A row's length after padding."""
@@ -130,25 +131,7 @@ def tokens(batch: Microbatch, data: Labelled) -> int:
     return sum(row_length(row, data) for row in batch)
 
 
-def balance_windows(
-    batches: Sequence[Microbatch], data: Labelled, bounds: RowBounds, rng: np.random.Generator, window: int = WINDOW
-) -> list[Microbatch]:
-    """The microbatches with their labels evened, `window` of them at a time, each window shuffled afterwards.
-
-    Samples, rows, microbatches and the sum of labels stay the same; the sum of squared label totals never grows.
-    """
-    out: list[Microbatch] = []
-    for start in range(0, len(batches), window):
-        part = [[list(row) for row in batch] for batch in batches[start : start + window]]
-        part = _regrouped(part, data, bounds)
-        for _ in range(PASSES):
-            if not _swap_pass(part, data, bounds):
-                break
-        out += [part[i] for i in rng.permutation(len(part)).tolist()]
-    return out
-
-
-def _regrouped(batches: list[Microbatch], data: Labelled, bounds: RowBounds) -> list[Microbatch]:
+def regrouped(batches: list[Microbatch], data: Labelled, bounds: RowBounds) -> list[Microbatch]:
     """Whole rows dealt anew: the richest to the poorest microbatch that still has a place. Kept if it is better."""
     rows = [row for batch in batches for row in batch]
     labels = np.array([row_labels(row, data) for row in rows], np.int64)
@@ -170,7 +153,7 @@ def _all_slots(batches: Sequence[Microbatch], data: Labelled, bounds: RowBounds)
     return sum(slots(batch, data, bounds) for batch in batches)
 
 
-def _swap_pass(batches: list[Microbatch], data: Labelled, bounds: RowBounds) -> bool:
+def swap_pass(batches: list[Microbatch], data: Labelled, bounds: RowBounds) -> bool:
     """One exchange for each pair (poorest with richest, and so on inwards). In place; whether anything changed."""
     sums = totals(batches, data)
     order = np.argsort(sums, kind="stable").tolist()

@@ -57,7 +57,10 @@ class PlanConfig:
     max_held_tokens: int  # the same in tokens
     max_held_bytes: int  # the same in bytes
     max_steps_per_round: int  # `cap`
-    max_samples: int | None = None  # rows of a group
+    layout: str = "padded"  # "padded" | "packed"
+    rows_per_batch: int = 1  # packed rows of a group, each of capacity B / rows_per_batch
+    balance: str | None = None  # None | "labels": exchanges within a round
+    max_samples: int | None = None  # rows of a group; packed: samples of a row
     max_patches: int | None = None  # sum of patches of a group
     pad_to_multiple_of: int = 1
     rows_multiple: int = 1  # rows of a group are a multiple of this where that leaves any
@@ -69,7 +72,7 @@ class PlanConfig:
     tail: str = "filler"  # "filler" | "skip" | "drop"
     drop_last: bool = False
     accum_tail: str = "short"  # "short" | "fill"
-    on_oversize: str = "alone"  # "alone" | "error" | "skip"
+    on_oversize: str = "alone"  # "alone" | "error" | "skip" | packed: "truncate" | "split"
     loss_scaling: str = "exact"  # "exact" | "samples" | "none"
     grad_accum_steps: int = 1  # A
     seed: int = 0
@@ -248,8 +251,8 @@ class StepPlan:
     step: int  # index in the epoch
     ids: I64  # (rows,) sample identities, empty where idle
     idle: bool
-    rows: int
-    padded_len: int
+    rows: int  # of the batch: samples, or packed rows
+    padded_len: int  # of a row
     local_samples: int
     local_tokens: int
     local_loss_tokens: int
