@@ -293,12 +293,13 @@ class ODBDataLoader:
 
     def _state_settings(self) -> dict[str, str]:
         """What must be equal before and after a resume."""
+        settings = self._settings() | resume.measure_settings(self.config)
         if self._order_kind() != "iterable":
-            return self._settings()
+            return settings
         stream = (
             f"{self.num_workers} workers, {self._source.chunk} samples a task"  # gives the order in which samples come
         )
-        return self._settings() | {"stream": stream}
+        return settings | {"stream": stream}
 
     def _settings(self) -> dict[str, str]:
         return self.config.plan_config().signature() | self._data_fingerprint()

@@ -52,11 +52,13 @@ class Position:
         epoch: the epoch that was under way.
         consumed_batches: how many of its batches (micro-batches) each rank had trained on.
         steps_in_epoch: batches of each rank in that epoch; None where that is not known before its end.
+        extra: what the trainer had given to keep beside it.
     """
 
     epoch: int
     consumed_batches: int
     steps_in_epoch: int | None = None
+    extra: Any = None
 
     @property
     def is_end(self) -> bool:
@@ -152,7 +154,7 @@ def settings_of(source: Any) -> dict[str, Any]:
     elif callable(getattr(source, "manifest_settings", None)):
         settings = {"class": type(source).__qualname__} | dict(source.manifest_settings())
     elif (loader := loader_of(source)) is not None:
-        settings = {"class": "ODBDataLoader"} | own_settings(loader.state_dict())
+        settings = {"class": "ODBDataLoader"} | loader.state_dict()["settings"]
     else:
         raise ConfigError(
             f"a {type(source).__name__} says nothing of its settings: give an ODBDataLoader, a sampler with "
@@ -169,12 +171,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{value!r} is neither a number, a text nor a list or mapping of them")
-
-
-def own_settings(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a loader's state, local or of all ranks, but for those that may change."""
-    one = state["ranks"][0] if "ranks" in state else state
-    return {name: value for name, value in one["settings"].items() if name != "max_held_bytes"}
 
 
 def loader_of(source: Any) -> Any:
@@ -204,6 +200,7 @@ def describe(
     steps_in_epoch: int | None = None,
     grad_accum_steps: int = 1,
     dataset_fingerprint: str | None = None,
+    extra: Any = None,
 ) -> Manifest:
     """The manifest of some loaders and samplers. Never raises an error: what goes wrong is marked in it and logged.
 
@@ -212,10 +209,11 @@ def describe(
         epoch, consumed_batches, steps_in_epoch, grad_accum_steps: see `position_of`; without an epoch the position is
             that of the first `ODBDataLoader`.
         dataset_fingerprint: of the data, in place of what the sources say.
+        extra: anything that JSON can hold, for the trainer's own counters; `Position.extra` gives it back.
 
     Returns:
         `{"version", "settings": one mapping for each source, "states": the state of each loader and None for a
-        sampler, "dataset_fingerprints", "steps_in_epoch", "epoch", "resume_epoch", "consumed_batches",
+        sampler, "dataset_fingerprints", "steps_in_epoch", "epoch", "resume_epoch", "consumed_batches", "extra",
         "replay_error": None or what went wrong}`.
     """
     try:
@@ -232,6 +230,7 @@ def describe(
             "epoch": position.epoch,
             "resume_epoch": position.resume_epoch,
             "consumed_batches": position.consumed_batches,
+            "extra": json.loads(json.dumps(extra)),
         }
     except Exception as error:
         return marked(f"{type(error).__name__}: {error}")
@@ -245,7 +244,7 @@ def _first_position(states: Sequence[Mapping[str, Any] | None]) -> tuple[int, in
 
 
 def _blank() -> Manifest:
-    names = ("steps_in_epoch", "epoch", "resume_epoch", "consumed_batches", "replay_error")
+    names = ("steps_in_epoch", "epoch", "resume_epoch", "consumed_batches", "extra", "replay_error")
     lists: Manifest = {"settings": [], "states": [], "dataset_fingerprints": []}
     return {"version": MANIFEST_VERSION} | lists | dict.fromkeys(names)
 
@@ -282,7 +281,7 @@ def check(manifest: Any, sources: Sequence[Any], dataset_fingerprint: str | None
             f"was interrupted. Use the saved settings; or {_REMEDY}"
         )
     _warn_of_other_data(manifest["dataset_fingerprints"], [dataset_fingerprint or fingerprint_of(s) for s in sources])
-    return Position(manifest["epoch"], manifest["consumed_batches"], manifest["steps_in_epoch"])
+    return Position(*(manifest[name] for name in ("epoch", "consumed_batches", "steps_in_epoch", "extra")))
 
 
 def check_whole(manifest: Any) -> None:

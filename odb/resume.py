@@ -1,13 +1,14 @@
 """The loader's state: its format, how it is made, and what is refused when it is loaded.
 
 A state describes the last batch that was handed to the caller, never prefetched work. It is plain JSON, has the same
-keys for the loader's life, holds identities of at most a window, and is local to a rank: all ranks save after the same
-step. `gather` makes one state of all ranks' states, which also resumes on another number of ranks.
+keys for the loader's life, holds identities of at most a window (run-length coded), and is local to a rank: all ranks
+save after the same step. `gather` makes one state of all ranks' states, which also resumes on another number of ranks.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,37 +20,80 @@ from odb.feed.source import Level
 from odb.plan.types import I64, Measures, RoundState
 
 #: Of the format. A state of another version is refused.
-STATE_VERSION = 1
+STATE_VERSION = 2
 
-#: Settings that say nothing about a plan: differences are allowed.
-_FREE = frozenset({"max_held_bytes"})
 
-_KEYS = frozenset(
-    {
-        "version",
-        "rank",
-        "world_size",
-        "epoch",
-        "step",
-        "is_last",
-        "stand_in",
-        "round",
-        "cursor",
-        "pending",
-        "partial",
-        "carry",
-        "age",
-        "observed_samples",
-        "observed_tokens",
-        "emitted_samples",
-        "all_emitted_samples",
-        "agreement_digest",
-        "levels",
-        "order_digest",
-        "sampler_epoch",
-        "settings",
-    }
-)
+def encode_ids(ids: Iterable[int]) -> str:
+    """Integers as a short text: the steps from one to the next, runs of equal steps once ("100 2x3": 100 102 104 106)."""
+    values = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+    if not len(values):
+        return ""
+    steps = np.diff(values, prepend=0)
+    firsts = np.flatnonzero(np.diff(steps, prepend=steps[0] + 1))
+    counts = np.diff(firsts, append=len(steps))
+    runs = zip(steps[firsts].tolist(), counts.tolist(), strict=True)
+    return " ".join(f"{step}x{count}" if count > 1 else str(step) for step, count in runs)
+
+
+def decode_ids(text: str) -> I64:
+    """The integers that `encode_ids` was given, shape (n,)."""
+    runs = [(int(step), int(count or 1)) for step, _, count in (run.partition("x") for run in text.split())]
+    steps, counts = np.array(runs, np.int64).reshape(-1, 2).T
+    return np.cumsum(np.repeat(steps, counts))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_ids(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool((decode_ids(value) >= 0).all())
+    except (ValueError, OverflowError):
+        return False
+
+
+def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_item, value))
+
+
+def _is_row(value: Any) -> bool:
+    return _is_list(value, _is_count) and len(value) == 3
+
+
+def _is_level(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_list(value[0], _is_count) and _is_ids(value[1])
+
+
+def _is_settings(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(part, str) for pair in value.items() for part in pair)
+
+
+#: What stands under each key of a local state.
+_KEYS: dict[str, Callable[[Any], bool]] = {
+    "version": _is_count,
+    "rank": _is_count,
+    "world_size": _is_count,
+    "epoch": _is_count,
+    "step": _is_count,
+    "is_last": lambda value: isinstance(value, bool),
+    "stand_in": lambda value: type(value) is int,
+    "round": _is_count,
+    "cursor": _is_count,
+    "pending": lambda value: _is_list(value, _is_ids),
+    "partial": lambda value: _is_list(value, _is_row),
+    "carry": _is_ids,
+    "age": _is_ids,
+    "observed_samples": _is_count,
+    "observed_tokens": _is_count,
+    "emitted_samples": _is_count,
+    "all_emitted_samples": _is_count,
+    "agreement_digest": lambda value: type(value) is int,
+    "levels": lambda value: _is_list(value, _is_level),
+    "order_digest": lambda value: isinstance(value, str),
+    "sampler_epoch": lambda value: value is None or _is_count(value),
+    "settings": _is_settings,
+}
 
 State = dict[str, Any]
 
@@ -86,7 +130,7 @@ def capture(
         "version": STATE_VERSION,
         "rank": rank,
         "world_size": world_size,
-        "levels": [[list(one.cursors), list(one.extra)] for one in levels],
+        "levels": [[list(one.cursors), encode_ids(one.extra)] for one in levels],
         "order_digest": order_digest,
         "sampler_epoch": sampler_epoch,
         "settings": dict(settings),
@@ -116,10 +160,10 @@ def _point_fields(point: ResumePoint, epoch: int) -> State:
         "stand_in": point.stand_in,
         "round": state.round,
         "cursor": point.cursor,
-        "pending": [ids.tolist() for ids in point.pending],
+        "pending": [encode_ids(ids) for ids in point.pending],
         "partial": point.partial.tolist(),
-        "carry": state.window.ids.tolist(),
-        "age": state.age.tolist(),
+        "carry": encode_ids(state.window.ids),
+        "age": encode_ids(state.age),
         "observed_samples": state.observed_samples,
         "observed_tokens": state.observed_tokens,
         "emitted_samples": state.emitted_samples,
@@ -128,20 +172,31 @@ def _point_fields(point: ResumePoint, epoch: int) -> State:
     }
 
 
+def measure_settings(config: Any) -> dict[str, str]:
+    """How samples are measured: another way gives other lengths and weights, so other plans. Functions by name."""
+    functions = {name: getattr(config, name) for name in ("length_fn", "loss_tokens_fn", "patches_fn")}
+    out = {name: "None" if fn is None else _name_of(fn) for name, fn in functions.items()}
+    return out | {"ignore_index": repr(config.ignore_index), "label_shift": repr(config.label_shift)}
+
+
+def _name_of(fn: Any) -> str:
+    return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
+
+
 def point_of(state: State) -> ResumePoint | None:
     """Where the epoch goes on; None at its start."""
     if not (state["pending"] or state["round"]):
         return None
-    carry = _ids(state["carry"])
+    carry = decode_ids(state["carry"])
     nothing = np.zeros(len(carry), np.int64)  # measured again when the samples are read again
     return ResumePoint(
-        pending=tuple(_ids(ids) for ids in state["pending"]),
+        pending=tuple(decode_ids(ids) for ids in state["pending"]),
         partial=np.array(state["partial"], np.int64).reshape(-1, 3),
         state=RoundState(
             epoch=state["epoch"],
             round=state["round"],
             window=Measures(carry, nothing, nothing, nothing, nothing),
-            age=_ids(state["age"]),
+            age=decode_ids(state["age"]),
             observed_samples=state["observed_samples"],
             observed_tokens=state["observed_tokens"],
             emitted_samples=state["emitted_samples"],
@@ -154,10 +209,6 @@ def point_of(state: State) -> ResumePoint | None:
         stand_in=state["stand_in"],
         is_stream=state["settings"]["shares"] == "iterable",
     )
-
-
-def _ids(values: list[int]) -> I64:
-    return np.array(values, np.int64).reshape(-1)
 
 
 def check_state(state: Any) -> State:
@@ -182,6 +233,9 @@ def check_state(state: Any) -> State:
     missing, unknown = sorted(_KEYS - state.keys()), sorted(state.keys() - _KEYS)
     if missing or unknown:
         raise ConfigError(f"this state is damaged: missing keys {missing}, unknown keys {unknown}")
+    wrong = [f"{key}={state[key]!r:.60}" for key, is_right in _KEYS.items() if not is_right(state[key])]
+    if wrong or len(decode_ids(state["age"])) != len(decode_ids(state["carry"])):
+        raise ConfigError(f"this state is damaged: {', '.join(wrong) or 'age and carry differ in length'}")
     copy: State = json.loads(json.dumps(state))
     return copy
 
@@ -209,9 +263,7 @@ def check_fits(state: State, *, rank: int, world_size: int, settings: dict[str, 
             "places: such an epoch can't be resumed in its middle. Use tail='filler', or start the epoch anew (set_epoch)"
         )
     saved = state["settings"]
-    differing = [
-        k for k in sorted(saved.keys() | settings.keys()) if saved.get(k) != settings.get(k) and k not in _FREE
-    ]
+    differing = [k for k in sorted(saved.keys() | settings.keys()) if saved.get(k) != settings.get(k)]
     if differing:
         sides = "; ".join(f"{k}: saved {saved.get(k, 'nothing')}, now {settings.get(k, 'nothing')}" for k in differing)
         raise ConfigError(
@@ -272,8 +324,8 @@ def resized(state: State, rank: int, world_size: int) -> State:
     Every view that no rank had emitted is read exactly once; steps that were agreed on are planned anew.
     """
     ranks: list[State] = state["ranks"]
-    extra = [i for one in ranks for ids in (*one["pending"], one["carry"]) for i in ids]
-    level = [[one["cursor"] for one in ranks], sorted(extra)]
+    extra = [i for one in ranks for ids in (*one["pending"], one["carry"]) for i in decode_ids(ids).tolist()]
+    level = [[one["cursor"] for one in ranks], encode_ids(sorted(extra))]
     first = ranks[0]
     fresh = _point_fields(_fresh(first["epoch"]), first["epoch"])
     return first | fresh | {"rank": rank, "world_size": world_size, "levels": [*first["levels"], level]}
@@ -281,4 +333,4 @@ def resized(state: State, rank: int, world_size: int) -> State:
 
 def levels_of(state: State) -> tuple[Level, ...]:
     """The interruptions of the state's epoch on other numbers of ranks."""
-    return tuple(Level(tuple(cursors), tuple(extra)) for cursors, extra in state["levels"])
+    return tuple(Level(tuple(cursors), tuple(decode_ids(extra).tolist())) for cursors, extra in state["levels"])

@@ -183,4 +183,4 @@ def test_prints_tell_batches_apart() -> None:
     assert one == prints(spec.loader(0, 1))
     for other in (spec.but(data={"prompt_fraction": 0.5}), spec.but(options={"loss_scaling": "none"})):
         assert prints(other.loader(0, 1)) != one
-    assert resume.STATE_VERSION == 1
+    assert resume.STATE_VERSION == 2

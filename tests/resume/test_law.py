@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import ranks
-from interrupted import broken, chain, prints, through_json
+from interrupted import broken, chain, prints, saved_at, through_json
 from scenarios import Spec, log_normal
 from torch.utils.data import DistributedSampler
 
 import odb
-from odb.testing import LengthsDataset, collate
+from odb.testing import LengthsDataset, assert_each_once, assert_steps_aligned, collate
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -115,13 +115,58 @@ def test_with_a_distributed_sampler() -> None:
     assert ranks.values(2, sampled, True) == [[], []]
 
 
+# ---- the whole grid
+
+#: Kinds of epochs that the grid goes through; a further way to shard or to lay out batches is one more line.
+GRID: dict[str, dict[str, Any]] = {
+    "static": {},
+    "accumulation 2": {"grad_accum_steps": 2},
+    "accumulation 3": {"grad_accum_steps": 3},
+    "accumulation 2 filled": {"grad_accum_steps": 2, "accum_tail": "fill"},
+    "drop_last": {"drop_last": True},
+    "dropped tail": {"tail": "drop", "grad_accum_steps": 2},
+    "quota": {"join": False, "sample_quota": 120, "grad_accum_steps": 2},
+    "published": {"policy": "published"},
+}
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("name", GRID)
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_whole_grid(world_size: int, num_workers: int, accum: int) -> None:
-    spec = SPEC.but(num_workers=num_workers, options={"grad_accum_steps": accum})
+def test_whole_grid(world_size: int, num_workers: int, name: str) -> None:
+    """Every step of the first and of the second epoch is a place to stop, at optimizer steps and between them."""
+    spec = SPEC.but(num_workers=num_workers, options={"window": 12} | GRID[name])
     for epoch in (0, 1):
-        for _, _, bad in ranks.values(world_size, broken, spec, None, epoch, timeout=500):
-            assert bad == []
+        found = ranks.values(world_size, broken, spec, None, epoch, timeout=1000)
+        assert [bad for _, _, bad in found] == [[]] * world_size
+        assert found[0][0] > 5
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["static", "accumulation 2", "drop_last", "quota"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_grid_of_interrupted_twice(world_size: int, name: str) -> None:
+    spec = SPEC.but(options={"window": 12} | GRID[name])
+    stops = [(k, n) for k in range(0, 12, 2) for n in (0, 1, 3)]
+    found = ranks.values(world_size, broken, spec, stops, 1, timeout=1000)
+    assert [bad for _, _, bad in found] == [[]] * world_size
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+@pytest.mark.parametrize("accum", [1, 2])
+def test_grid_of_other_numbers_of_ranks(before: int, after: int, accum: int) -> None:
+    """From every number of ranks to every other, wherever it stopped: what was left comes once, on all ranks alike."""
+    spec = SPEC.but(options={"window": 8, "grad_accum_steps": accum})
+    for stop in (0, 1, 2, 3, 5, 6, 100):
+        heads, states = zip(*ranks.values(before, saved_at, spec, stop, None, 1), strict=True)
+        tails = [steps for steps, _ in ranks.values(after, saved_at, spec, -1, states[0], 1)]
+        assert_steps_aligned(tails)
+        # Stopped behind the end, what comes is the next epoch.
+        for parts in ([*heads, *tails],) if stop < 100 else (heads, tails):
+            assert_each_once(parts, range(90))
