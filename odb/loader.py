@@ -695,6 +695,7 @@ class AppliedLoader(DataLoader[Any]):
     """What `apply` turns an existing `DataLoader` into: the same object, whose batches `odb` makes."""
 
     odb_loader: ODBDataLoader
+    _is_accelerate_prepared = True  # for Accelerate's prepare(), which would else build a loader without odb of its parts
 
     def __iter__(self) -> Any:
         """One epoch of batches, by `odb`."""
