@@ -29,7 +29,21 @@ _HOME = {
     "wrap": "odb.loader",
 }
 
-_SUBMODULES = frozenset({"collators", "config", "errors", "metrics", "plan", "resume", "seeding", "step", "testing"})
+_SUBMODULES = frozenset(
+    {
+        "checkpoint",
+        "collators",
+        "config",
+        "errors",
+        "manifest",
+        "metrics",
+        "plan",
+        "resume",
+        "seeding",
+        "step",
+        "testing",
+    }
+)
 
 __all__ = ["LoaderStats", "ODBConfig", "ODBDataLoader", "ODBStepInfo", "apply", "pop_step_info", "scale_loss", "wrap"]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from odb.errors import ConfigError
+from odb.mesh import data_parallel_place
 from odb.plan.cost import validate_cost_fn
 from odb.plan.types import CostFn, PlanConfig
 
@@ -35,7 +36,6 @@ PLANNED: dict[str, dict[str, str]] = {
 #: Options that belong to what is planned.
 PLANNED_OPTIONS = {
     "balance": "label balancing",
-    "device_mesh": "device meshes (dp_rank and dp_world_size say the same)",
     "rows_per_batch": "sample packing",
 }
 
@@ -252,8 +252,8 @@ def make_config(options: dict[str, Any], other_names: Iterable[str] = ()) -> ODB
     """`ODBConfig(**options)` with aliases resolved and unknown names refused.
 
     Args:
-        options: option name -> value; `buffer_size` stands for `window`, and `config=ODBConfig(...)` may be given
-            instead of options (not both).
+        options: option name -> value; `buffer_size` stands for `window`, `device_mesh` for `dp_rank` and
+            `dp_world_size`, and `config=ODBConfig(...)` may be given instead of options (not both).
         other_names: further names that the caller knows, for "did you mean".
 
     Raises:
@@ -271,6 +271,11 @@ def make_config(options: dict[str, Any], other_names: Iterable[str] = ()) -> ODB
         if options.get("window") is not None:
             raise ConfigError("buffer_size and window are one option: give window alone")
         options["window"] = options.pop("buffer_size")
+    mesh = options.pop("device_mesh", None)
+    if mesh is not None:
+        if options.get("dp_rank") is not None or options.get("dp_world_size") is not None:
+            raise ConfigError("device_mesh says dp_rank and dp_world_size: give the mesh alone, or the two numbers")
+        options["dp_rank"], options["dp_world_size"] = data_parallel_place(mesh)
     if options.get("max_patches") == 0:  # 0 means "no bound" in the paper's package
         options["max_patches"] = None
     planned = [f"{name} belongs to {PLANNED_OPTIONS[name]}" for name in options if name in PLANNED_OPTIONS]
@@ -278,7 +283,7 @@ def make_config(options: dict[str, Any], other_names: Iterable[str] = ()) -> ODB
         raise ConfigError(f"{'; '.join(planned)}: this version does not have it")
     unknown = [name for name in options if name not in OPTION_NAMES]
     if unknown:
-        known = (*OPTION_NAMES, "buffer_size", *other_names)
+        known = (*OPTION_NAMES, "buffer_size", "device_mesh", *other_names)
         raise ConfigError("; ".join(f"unknown option {name!r}{_closest(name, known)}" for name in unknown))
     if "token_budget" not in options:
         raise ConfigError("token_budget is required: the most tokens (rows x padded length) that one batch may cost")

@@ -697,6 +697,15 @@ class AppliedLoader(DataLoader[Any]):
     odb_loader: ODBDataLoader
     _is_accelerate_prepared = True  # for Accelerate's prepare(), which would else build a loader without odb of its parts
 
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        # Frameworks make a loader of the same class with another sampler, to shard it: what `apply` did would be lost.
+        raise ConfigError(
+            "a framework makes this DataLoader anew, to give it a sampler of its own, but odb.apply has changed it and "
+            "shards by itself: give the framework an ODBDataLoader (odb.wrap), or what its adapter makes of one "
+            "(odb.integrations.lightning.attach, odb.integrations.hf, ...), or tell it not to replace samplers "
+            "(Lightning: Trainer(use_distributed_sampler=False))"
+        )
+
     def __iter__(self) -> Any:
         """One epoch of batches, by `odb`."""
         return iter(self.odb_loader)

@@ -175,6 +175,8 @@ def check_state(state: Any) -> State:
             f"this state has version {state['version']!r}, this package reads version {STATE_VERSION}: resume with the "
             "version of odb that saved it, or start the epoch anew (set_epoch)"
         )
+    if "refused" in state:
+        raise ConfigError(str(state["refused"]))
     if "ranks" in state:
         return merge(state["ranks"])
     missing, unknown = sorted(_KEYS - state.keys()), sorted(state.keys() - _KEYS)
@@ -251,6 +253,11 @@ def merge(states: list[State]) -> State:
         if len(set(values)) > 1:
             raise ConfigError(f"the states were not saved after the same step: {name} is {values} on ranks {ranks}")
     return {"version": STATE_VERSION, "ranks": checked}
+
+
+def refused(reason: str) -> State:
+    """A state that no loader takes: loading it raises `ConfigError(reason)`, and tells the other ranks."""
+    return {"version": STATE_VERSION, "refused": reason}
 
 
 def gather(loader: Loader) -> State:

@@ -47,7 +47,8 @@ LAYERS = (
     Layer("odb.exchange.rendezvous", ("odb.errors", "odb.plan.types", "odb.exchange"), ("numpy", "torch")),
     Layer("odb.exchange._private", (), ("torch",)),
     Layer("odb.exchange*", ("odb.errors", "odb.plan.types", "odb.exchange"), ("numpy",)),
-    Layer("odb.config", ("odb.errors", "odb.plan"), ("numpy",)),
+    Layer("odb.mesh", ("odb.errors",)),
+    Layer("odb.config", ("odb.errors", "odb.mesh", "odb.plan"), ("numpy",)),
     Layer("odb.metrics", ("odb.errors",)),
     Layer("odb.step", ("odb.errors", "odb.plan"), ("torch",)),
     Layer("odb.collators", ("odb.errors",), ("numpy", "torch")),
@@ -63,7 +64,8 @@ LAYERS = (
         ("odb.errors", "odb.plan", "odb.exchange", "odb.feed", "odb.resume", *BESIDE_THE_LOADER),
         ("numpy", "torch"),
     ),
-    Layer("odb.resume", ("odb.errors", "odb.plan", "odb.exchange", "odb.feed"), ("numpy",)),
+    Layer("odb.manifest", ("odb.errors",), ("numpy",)),
+    Layer("odb.checkpoint", ("odb.errors", "odb.exchange.rendezvous", "odb.manifest", "odb.resume")),
     Layer("odb.seeding", ("odb.errors",), ("numpy",)),
     Layer("odb.testing", ("odb.errors", "odb.loader", *BESIDE_THE_LOADER), ("numpy", "torch")),
     Layer("odb.integrations", ("odb.integrations",)),
@@ -73,6 +75,9 @@ LAYERS = (
     Layer("odb.integrations.hf_loader", ADAPTER, ("transformers",)),
     Layer("odb.integrations.hf", ADAPTER, ("torch", "transformers")),
     Layer("odb.integrations.accelerate", ADAPTER, ("torch", "accelerate")),
+    Layer("odb.integrations.deepspeed", ADAPTER, ("torch",)),
+    Layer("odb.integrations.telemetry", ADAPTER),
+    Layer("odb.integrations.lightning", (*ADAPTER, "odb.integrations.telemetry"), ("torch", "lightning")),
 )
 
 #: Who may import `torch.distributed`; everybody else asks `odb.exchange`.

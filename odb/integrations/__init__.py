@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_SUBMODULES = frozenset({"accelerate", "common", "hf"})
+_SUBMODULES = frozenset({"accelerate", "common", "deepspeed", "hf", "lightning", "llamafactory", "telemetry"})
 
 __all__ = sorted(_SUBMODULES)
 

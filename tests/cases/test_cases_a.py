@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from scenarios import (
     reference_grad,
     relative_error,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import odb
@@ -276,9 +278,16 @@ def model_parallel(rank: int, world_size: int, spec: Spec) -> Outcome:
     return iterate(rank, world_size, spec.but(options={"dp_rank": rank // 2, "dp_world_size": 2}))
 
 
-def test_a13_model_parallel_partners_share_their_batches() -> None:
+def model_parallel_mesh(rank: int, world_size: int, spec: Spec) -> Outcome:
+    """The same, said by a device mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return iterate(rank, world_size, spec.but(options={"device_mesh": mesh}))
+
+
+@pytest.mark.parametrize("way", [model_parallel, model_parallel_mesh])
+def test_a13_model_parallel_partners_share_their_batches(way: Callable[[int, int, Spec], Outcome]) -> None:
     spec = Spec([10] * 12, token_budget=10)
-    outcomes = ranks.values(4, model_parallel, spec)
+    outcomes = ranks.values(4, way, spec)
     steps = steps_of(outcomes)
     assert [[step.ids for step in s] for s in steps[::2]] == [[step.ids for step in s] for s in steps[1::2]]
     check([outcomes[0], outcomes[2]], spec)

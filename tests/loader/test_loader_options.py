@@ -403,7 +403,7 @@ def test_step_ids_say_which_views_they_are() -> None:
     assert sorted(identities) == list(range(40))
 
 
-@pytest.mark.parametrize("name", ["balance", "device_mesh", "rows_per_batch"])
+@pytest.mark.parametrize("name", ["balance", "rows_per_batch"])
 def test_an_option_of_what_is_planned_is_refused_by_name(name: str) -> None:
     with pytest.raises(odb.errors.ConfigError, match=rf"^{name} belongs to .*: this version does not have it$"):
         odb.ODBDataLoader(LengthsDataset([5]), token_budget=10, **{name: 1})
