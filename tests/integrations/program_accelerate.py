@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
-from tiny import Chats, Stream, collate, indices_of, make_model, of_all_ranks, reference, relative_error, say
+from tiny_chats import Chats, Stream, collate, indices_of, make_model, of_all_ranks, reference, relative_error, say
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import get_linear_schedule_with_warmup
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ranks import run_script
-from tiny import told
+from tiny_chats import told
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed (extra: trainers)")
 pytest.importorskip("transformers", reason="the model is one of transformers' (extra: trainers)")
