@@ -75,7 +75,7 @@ $(STAMP): pyproject.toml constraints.txt
 			{ cat $(VENV)/pip.log >&2; exit 1; }; }; \
 	install --upgrade pip; \
 	install -c $(VENV)/constraints.txt '$(TORCH)'; \
-	install -c $(VENV)/constraints.txt -e '.[dev,demo]'
+	install -c $(VENV)/constraints.txt -e '.[dev,demo,trainers]'
 	@touch '$@'
 
 $(DOCS_STAMP): $(STAMP)

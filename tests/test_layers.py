@@ -30,7 +30,7 @@ class Layer:
 PLAN_BASE = ("odb.errors", "odb.plan.types")
 PLAN_RULES = (*PLAN_BASE, "odb.plan.cost")
 BESIDE_THE_LOADER = ("odb.config", "odb.step", "odb.collators", "odb.metrics")
-ADAPTER = ("odb.errors", "odb.loader", "odb.resume", "odb.integrations.common", *BESIDE_THE_LOADER)
+ADAPTER = ("odb.errors", "odb.loader", "odb.resume", "odb.integrations", *BESIDE_THE_LOADER)
 LAYERS = (
     Layer("odb", ("odb.config", "odb.collators", "odb.loader", "odb.metrics", "odb.step")),
     Layer("odb.errors", ()),
@@ -82,7 +82,10 @@ LAYERS = (
     Layer("odb.testing", ("odb.errors", "odb.loader", *BESIDE_THE_LOADER), ("numpy", "torch")),
     Layer("odb.integrations", ("odb.integrations",)),
     Layer("odb.integrations.common", ("odb.errors", "odb.loader", "odb.resume", *BESIDE_THE_LOADER), ("torch",)),
-    Layer("odb.integrations.hf", ADAPTER, ("torch", "transformers", "accelerate", "datasets")),
+    Layer("odb.integrations.schedule", ("odb.errors",), ("torch",)),
+    Layer("odb.integrations.source", ADAPTER, ("torch", "accelerate")),
+    Layer("odb.integrations.hf_loader", ADAPTER, ("transformers",)),
+    Layer("odb.integrations.hf", ADAPTER, ("torch", "transformers")),
     Layer("odb.integrations.accelerate", ADAPTER, ("torch", "accelerate")),
     Layer("odb.integrations.deepspeed", ADAPTER, ("torch",)),
     Layer("odb.integrations.telemetry", ADAPTER),

@@ -39,8 +39,9 @@ from odb.integrations.common import (
     save_state,
     take_info,
 )
-from odb.integrations.hf_loader import TrainerLoader, rebuilt
+from odb.integrations.hf_loader import TrainerLoader, collator_of
 from odb.integrations.schedule import Position, follow
+from odb.integrations.source import rebuilt
 from odb.loader import ODBDataLoader
 from odb.metrics import LoaderStats
 from odb.step import ODBStepInfo, scale_loss
@@ -115,7 +116,8 @@ class ODBTrainerBridge:
         else:
             self.close()
             rank, world_size = self._place()
-            self.handle = rebuilt(plain, rank, world_size, _seed(self.args), options)
+            options = {"collate_fn": collator_of(plain.collate_fn)} | options
+            self.handle = rebuilt(plain, rank=rank, world_size=world_size, seed=_seed(self.args), options=options)
         self.state = Progress(samples_per_epoch=self._samples_per_epoch())
         self._first_epoch, self._samples_before = 0, 0
         if self._resume is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from tiny import Chats, Stream, collate, indices_of, make_model, of_all_ranks, reference, relative_error, say
+from tiny_chats import Chats, Stream, collate, indices_of, make_model, of_all_ranks, reference, relative_error, say
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Trainer, TrainingArguments
 

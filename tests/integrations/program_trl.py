@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 import transformers
 from datasets import Dataset
-from tiny import Chats, indices_of, make_model, of_all_ranks, reference, relative_error, say
+from tiny_chats import Chats, indices_of, make_model, of_all_ranks, reference, relative_error, say
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ranks import run_script
-from tiny import told
+from tiny_chats import told
 
 pytest.importorskip("transformers", reason="the Trainer is not installed (extra: trainers)")
 pytest.importorskip("accelerate", reason="the Trainer needs Accelerate (extra: trainers)")

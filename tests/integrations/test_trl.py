@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ranks import run_script
-from tiny import told
+from tiny_chats import told
 
 pytest.importorskip("trl", reason="TRL is not installed (extra: trainers)")
 
