@@ -109,11 +109,6 @@ class TrainLoader:
         self._current = self._ahead.popleft()
         return self._current.info
 
-    @property
-    def is_at_start(self) -> bool:
-        """Whether the pass at hand began with its epoch, and no batch of it was trained on."""
-        return self._current is None and (self._before is None or self._before["step"] == 0)
-
     def own_state(self) -> State:
         """This rank's state behind the batch that was trained on last. Local."""
         if self._current is not None:
@@ -159,10 +154,6 @@ class ODBCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check_trainer(trainer, pl_module, self.feed.loader)
-        if self.feed.is_at_start:
-            # A checkpoint of an epoch's last step is resumed in the next one with the batches of the last counted, which
-            # would put optimizer steps at the wrong places where that number is no multiple of what is accumulated.
-            trainer.fit_loop.epoch_loop.batch_progress.reset_on_run()
         self._telemetry = Telemetry(self.feed.loader, every=1)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -172,6 +163,8 @@ class ODBCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         info = self.feed.begin_step()
         self.info = info
+        if info.step == 0:
+            _restart_count(trainer)
         self._factor = info.loss_scale * _divisor(trainer, pl_module, self.feed.loader)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -225,6 +218,19 @@ class ODBCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.progress.load_state_dict(state_dict)
+
+
+def _restart_count(trainer: Trainer) -> None:
+    """An epoch's first batch is its first.
+
+    Lightning resumes a checkpoint of an epoch's last batch in the next epoch and, without a length, goes on counting
+    batches where the last epoch ended: optimizer steps would come at the wrong batches from there on, where their number
+    is no multiple of what is accumulated.
+    """
+    count = trainer.fit_loop.epoch_loop.batch_progress.current
+    if count.ready > 1:
+        count.reset()
+        count.ready = 1
 
 
 def _divisor(trainer: Trainer, module: LightningModule, loader: ODBDataLoader) -> int:
