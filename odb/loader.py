@@ -696,7 +696,9 @@ class AppliedLoader(DataLoader[Any]):
     """What `apply` turns an existing `DataLoader` into: the same object, whose batches `odb` makes."""
 
     odb_loader: ODBDataLoader
-    _is_accelerate_prepared = True  # for Accelerate's prepare(), which would else build a loader without odb of its parts
+    _is_accelerate_prepared = (
+        True  # for Accelerate's prepare(), which would else build a loader without odb of its parts
+    )
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         # Frameworks make a loader of the same class with another sampler, to shard it: what `apply` did would be lost.
