@@ -33,7 +33,7 @@ from odb.errors import ConfigError
 from odb.exchange.gloo import GlooAddress, report_failure
 from odb.exchange.rendezvous import admit_peers, global_rank_and_size, refuse, rendezvous
 from odb.feed import supervise
-from odb.feed.backend import Backend, InlineBackend, ProcessBackend
+from odb.feed.backend import Backend, InlineBackend, ProcessBackend, failure_text
 from odb.feed.engine import ResumePoint, RoundMark
 from odb.feed.messages import Counts
 from odb.feed.node import NodeSpec, measurer_of
@@ -362,7 +362,9 @@ class ODBDataLoader:
     def __enter__(self) -> ODBDataLoader:
         return self
 
-    def __exit__(self, *_exc: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if self._backend is not None and (text := failure_text(error)):
+            self._backend.close(text)  # the other ranks learn why this one leaves
         self.close()
 
     def __reduce__(self) -> Any:
@@ -388,7 +390,7 @@ class ODBDataLoader:
             backend = self._make_backend()
             self._backend = backend
             self._finalizer = weakref.finalize(self, backend.close)
-            supervise.at_exit(backend.close)  # before multiprocessing waits for the collate process
+            supervise.at_exit(backend.close_at_exit)  # before multiprocessing waits for the collate process
         return self._backend
 
     def _make_backend(self) -> Backend:

@@ -8,7 +8,7 @@
       End(generation)                      ->       the consumer left the epoch: discard, close, keep answering peers
                                            <-       Finished(generation, counts)   the epoch is over on all ranks
                                            <-       Failed(error, text)            nothing follows
-      Shutdown()                           ->       exits
+      Shutdown(failure)                    ->       exits; tells the other ranks why, where the training loop failed
 
 A generation numbers the epochs begun by this loader; what belongs to an older one than the current is ignored.
 """
@@ -61,6 +61,8 @@ class End:
 @dataclass(frozen=True, slots=True)
 class Shutdown:
     """The loader is closed."""
+
+    failure: str = ""  # the exception that ended the training loop, with its traceback
 
 
 @dataclass(frozen=True, slots=True)

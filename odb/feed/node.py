@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from odb.plan.types import PlanConfig
 from odb.plan.wire import digest
 
 _SLICE_S = 0.2
+_SHM = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,23 @@ def measurer_of(options: ODBConfig) -> Measurer:
         ignore_index=options.ignore_index,
         label_shift=options.label_shift,
     )
+
+
+@contextlib.contextmanager
+def workers_starting(num_workers: int) -> Iterator[None]:
+    """Says what is short where workers can't be started because /dev/shm is full: their queues need a little of it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC or not os.path.ismount(_SHM):
+            raise
+        space = os.statvfs(_SHM)
+        free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: {num_workers} workers can't be started; {_SHM} has {free} of {total} bytes free: make room "
+            "there, or give the container more, for example --shm-size=8g with docker",
+        ) from error
 
 
 class DirectFeed:
@@ -147,7 +167,8 @@ class Node:
         """Starts an epoch; yields its deliveries (and `PeersClosed`) in order."""
         if resume is not None or not self.spec.source.is_iterable:
             self.assembler.forget()
-        self.source.begin(order, seeded(base_seed, order.rank))
+        with workers_starting(self.spec.source.num_workers):
+            self.source.begin(order, seeded(base_seed, order.rank))
         exchange = self.connect()  # only now: the workers start meanwhile
         threaded = self.spec.source.num_workers > 0
         self.feed = ThreadFeed(self.source, self.plan) if threaded else DirectFeed(self.source)
