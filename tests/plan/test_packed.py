@@ -18,6 +18,7 @@ from odb.plan import round as rounds
 from odb.plan.cost import oversize, packed_size, row_capacity
 from odb.plan.even_labels import even_labels
 from odb.plan.types import Measures, PlanConfig
+from odb.sim.world import simulate
 
 
 @st.composite
@@ -182,6 +183,16 @@ def test_two_ranks_run_full_rows_together() -> None:
     epoch = drive_epoch(make_config(16384, layout="packed"), parts)
     slowest = sum(max(step.cost for step in together) for together in zip(*epoch.steps, strict=True))
     assert lengths.sum() / (4 * slowest) >= 0.97
+
+
+@pytest.mark.parametrize(("sharding", "least"), [("static", 0.97), ("elastic", 0.98)])
+def test_many_ranks_run_full_rows_together(sharding: str, least: float) -> None:
+    lengths = lognormal(60_000, 16384)
+    config = make_config(16384, layout="packed", window=8192)
+    trace = simulate(config, lengths, 8, sharding=sharding)
+    assert (trace.step_of >= 0).all() and trace.tokens.sum() == lengths.sum()
+    assert trace.costs.max() <= 16384
+    assert lengths.sum() / (8 * trace.costs.max(axis=1).sum()) >= least
 
 
 # ---- labels
