@@ -32,6 +32,7 @@ class Counts:
     rounds: int
     max_held_tokens: int
     mark: RoundMark | None = field(default=None, compare=False)  # a new one comes with a new count of rounds
+    cut: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
