@@ -40,7 +40,7 @@ from odb.integrations.common import (
     take_info,
 )
 from odb.integrations.schedule import Position, follow
-from odb.integrations.source import rebuilt
+from odb.integrations.source import place_of, rebuilt
 from odb.loader import ODBDataLoader
 from odb.metrics import LoaderStats
 from odb.step import STEP_INFO_KEY, ODBStepInfo, scale_loss
@@ -259,9 +259,9 @@ def configure_accelerator(
         loader = loader_of(given, **options)
         _check_accumulation(loader, accelerator)
     else:
-        place = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-        own = _accumulation(accelerator) | {"loss_scaling": scaling}
-        loader = rebuilt(given, **place, seed=seed, options=own | options)
+        all_options = _accumulation(accelerator) | {"loss_scaling": scaling} | options
+        rank, world_size = place_of(all_options, accelerator.process_index, accelerator.num_processes)
+        loader = rebuilt(given, rank=rank, world_size=world_size, seed=seed, options=all_options)
     if loader.generator is None:  # so that beginning an epoch draws nothing from the generator that dropout draws from
         loader.generator = torch.Generator().manual_seed(seed)
     progress = Progress(samples_per_epoch=dataset_size if dataset_size is not None else _samples_per_epoch(loader))

@@ -41,7 +41,7 @@ from odb.integrations.common import (
 )
 from odb.integrations.hf_loader import TrainerLoader, collator_of
 from odb.integrations.schedule import Position, follow
-from odb.integrations.source import rebuilt
+from odb.integrations.source import place_of, rebuilt
 from odb.loader import ODBDataLoader
 from odb.metrics import LoaderStats
 from odb.step import ODBStepInfo, scale_loss
@@ -115,7 +115,7 @@ class ODBTrainerBridge:
             _check_accumulation(self.handle, self.args.gradient_accumulation_steps)
         else:
             self.close()
-            rank, world_size = self._place()
+            rank, world_size = place_of(options, self.args.process_index, self.args.world_size)
             options = {"collate_fn": collator_of(plain.collate_fn)} | options
             self.handle = rebuilt(plain, rank=rank, world_size=world_size, seed=_seed(self.args), options=options)
         self.state = Progress(samples_per_epoch=self._samples_per_epoch())
@@ -130,10 +130,10 @@ class ODBTrainerBridge:
             accumulation["label_shift"] = _shifts_labels(self.trainer)
         return accumulation | self.options
 
-    def _place(self) -> tuple[int, int]:
-        if "dp_rank" in self.options:
-            return self.options["dp_rank"], self.options["dp_world_size"]
-        return self.args.process_index, self.args.world_size
+    @property
+    def _world_size(self) -> int:
+        assert self.handle is not None
+        return self.handle.world_size
 
     def _samples_per_epoch(self) -> int | None:
         assert self.handle is not None
@@ -284,7 +284,7 @@ class ODBTrainerBridge:
         if kind == "mean":
             factor = factor * info.loss_scale
         elif kind == "local":
-            factor = factor * num_items * self._place()[1] / info.window_loss_tokens
+            factor = factor * num_items * self._world_size / info.window_loss_tokens
         weighed: torch.Tensor = loss * factor
         return weighed
 
@@ -298,7 +298,7 @@ class ODBTrainerBridge:
         normalises = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
         if num_items is None or not normalises or getattr(trainer, "loss_is_scaled_for_ga", None) is False:
             return "mean"
-        return "global" if self.args.average_tokens_across_devices or self._place()[1] == 1 else "local"
+        return "global" if self.args.average_tokens_across_devices or self._world_size == 1 else "local"
 
     def _is_divided(self, num_items: Any) -> bool:
         """Whether `training_step` will divide what `compute_loss` returned by the number of micro-steps."""
@@ -661,11 +661,13 @@ def _check_arguments(trainer: Any, bridge: ODBTrainerBridge) -> None:
             "num_train_epochs: give a number of steps, or set max_steps"
         )
     others = [n for n in ("tp", "cp", "sp") if getattr(trainer, f"get_{n}_size", lambda: 1)() > 1]
-    if others and "dp_rank" not in bridge.options:
+    if others and not {"dp_rank", "device_mesh"} & bridge.options.keys():
         raise ConfigError(
-            f"ranks that share a batch ({', '.join(others)}) must be told to odb: give dp_rank and dp_world_size, this "
-            "process's place among the data-parallel groups"
+            f"ranks that share a batch ({', '.join(others)}) must be told to odb: give device_mesh, or dp_rank and "
+            "dp_world_size"
         )
+    if not _is_ours(bridge.dataloader):
+        place_of(bridge.options, 0, 1)
 
 
 def _check_accumulation(loader: ODBDataLoader, num_steps: int) -> None:
