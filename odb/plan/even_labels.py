@@ -1,4 +1,4 @@
-"""Label balancing of the groups that a rank emits in one round: samples and rows change places, the groups' costs don't rise."""
+"""Label balancing of the groups that a rank emits in one round: samples and rows change places, costs never rise."""
 
 from __future__ import annotations
 
