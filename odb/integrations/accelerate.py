@@ -29,16 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from odb.errors import ConfigError
-from odb.integrations.common import (
-    Progress,
-    epoch_of,
-    flat_stats,
-    is_finished,
-    loader_of,
-    read_state,
-    save_state,
-    take_info,
-)
+from odb.integrations.common import Progress, flat_stats, loader_of, read_state, restore_loader, save_state, take_info
 from odb.integrations.schedule import Position, follow
 from odb.integrations.source import place_of, rebuilt
 from odb.loader import ODBDataLoader
@@ -204,19 +195,11 @@ class ODBAccelerateBridge:
         return folder if not self.number else str(Path(folder, f"odb_{self.number}"))
 
     def _load(self, _models: Any, folder: str) -> None:
-        saved = read_state(self._part_of(folder))
-        if saved is None:
-            raise ConfigError(
-                f"{folder} holds no odb state, so training can't go on at the batch where it stopped: give "
-                "configure_accelerator(..., resume_data=False) to load model and optimizer alone"
-            )
+        saved = read_state(
+            self._part_of(folder), "configure_accelerator(..., resume_data=False) loads model and optimizer alone"
+        )
+        epoch = restore_loader(self.handle, saved)
         self.state.load_state_dict(saved["progress"])
-        epoch = epoch_of(saved["loader"])
-        if is_finished(saved["loader"]):
-            epoch += 1
-            self.handle.set_epoch(epoch)
-        else:
-            self.handle.load_state_dict(saved["loader"])
         self.state.begin_epoch(epoch)
         self.dataloader.set_epoch(epoch)
 

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +32,10 @@ from odb.errors import ConfigError
 from odb.integrations.common import (
     Advisor,
     Progress,
-    epoch_of,
     flat_stats,
-    is_finished,
     loader_of,
     read_state,
+    restore_loader,
     save_state,
     take_info,
 )
@@ -55,6 +55,7 @@ TRAINER_LOSS = ("auto", "global", "local", "mean")
 #: Arguments of the paper's package that have nothing to switch here, with the only value that makes sense.
 _ALWAYS = {"replace_train_dataloader": True}
 _WITHOUT_EFFECT = ("max_steps_policy", "require_batch_size_one", "require_workers", "validate_pipeline")
+_REMEDY = "With TrainingArguments(ignore_data_skip=True) it goes on with model and optimizer, at the start of an epoch"
 #: Of `LoaderStats`: what goes into the Trainer's own logs.
 _LOGGED = ("padding", "idle_share", "wait_s", "emitted_samples", "real_tokens")
 
@@ -335,19 +336,18 @@ class ODBTrainerBridge:
         self._resume, self._done_steps = None, 0
         if checkpoint is None:
             return
-        saved = read_state(checkpoint)
-        if saved is None and not self.args.ignore_data_skip:
-            raise ConfigError(
-                f"{checkpoint} holds no odb state, so training can't go on at the batch where it stopped. With "
-                "TrainingArguments(ignore_data_skip=True) it goes on with model and optimizer, at the start of an epoch"
-            )
+        if not self.args.ignore_data_skip:
+            self._resume = read_state(checkpoint, _REMEDY)
         trainer_state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
         self._done_steps = trainer_state.global_step
-        if saved is None or self.args.ignore_data_skip:
-            epoch = int(trainer_state.epoch)
-            progress = saved["progress"] if saved else {"optimizer_steps": self._done_steps}
-            saved = {"progress": progress | {"epoch": epoch, "epoch_samples": 0}, "first_epoch": epoch}
-        self._resume = saved
+        if self._resume is not None:
+            return
+        saved: dict[str, Any] = {"progress": {"optimizer_steps": self._done_steps}}
+        with suppress(ConfigError):
+            saved = read_state(checkpoint, _REMEDY)
+        epoch = int(trainer_state.epoch)
+        saved["progress"] |= {"epoch": epoch, "epoch_samples": 0}
+        self._resume = saved | {"first_epoch": epoch}
 
     def _restore(self, saved: dict[str, Any]) -> None:
         assert self.handle is not None
@@ -355,11 +355,8 @@ class ODBTrainerBridge:
         self._samples_before = self.state.samples
         if "first_epoch" in saved:  # without the place in the epoch
             self._first_epoch = saved["first_epoch"]
-        elif is_finished(saved["loader"]):
-            self._first_epoch = epoch_of(saved["loader"]) + 1
         else:
-            self._first_epoch = epoch_of(saved["loader"])
-            self.handle.load_state_dict(saved["loader"])
+            self._first_epoch = restore_loader(self.handle, saved)
 
     def save(self, folder: str) -> None:
         """Writes the loader's state into a checkpoint. On all ranks."""
