@@ -83,7 +83,11 @@ LAYERS = (
     Layer("odb.seeding", ("odb.errors",), ("numpy",)),
     Layer("odb.testing", ("odb.errors", "odb.loader", *BESIDE_THE_LOADER), ("numpy", "torch")),
     Layer("odb.integrations", ("odb.integrations",)),
-    Layer("odb.integrations.common", ("odb.errors", "odb.loader", "odb.resume", *BESIDE_THE_LOADER), ("torch",)),
+    Layer(
+        "odb.integrations.common",
+        ("odb.errors", "odb.loader", "odb.resume", "odb.manifest", "odb.checkpoint", *BESIDE_THE_LOADER),
+        ("torch",),
+    ),
     Layer("odb.integrations.schedule", ("odb.errors",), ("torch",)),
     Layer("odb.integrations.source", ADAPTER, ("torch", "accelerate")),
     Layer("odb.integrations.hf_loader", ADAPTER, ("transformers",)),
