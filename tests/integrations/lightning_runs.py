@@ -225,7 +225,9 @@ def cases(folder: str) -> dict[str, Any]:
     module = Module()
     stream = DataLoader(Stream(), batch_size=1, collate_fn=collate)
     trainer.fit(module, attach(trainer, stream, token_budget=60, timeout_s=30.0))
-    return {"hook": seen, "applied": error, "mismatch": mismatch, "stream": [i for ids in module.ids for i in ids]}
+    samples = next(c for c in trainer.callbacks if isinstance(c, ODBCallback)).progress.samples
+    stream_run = [sorted({i for ids in module.ids for i in ids}), samples, trainer.current_epoch]
+    return {"hook": seen, "applied": error, "mismatch": mismatch, "stream": stream_run}
 
 
 def main() -> None:
