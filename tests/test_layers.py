@@ -96,6 +96,7 @@ LAYERS = (
     Layer("odb.integrations.deepspeed", ADAPTER, ("torch",)),
     Layer("odb.integrations.telemetry", ADAPTER),
     Layer("odb.integrations.lightning", (*ADAPTER, "odb.integrations.telemetry"), ("torch", "lightning")),
+    Layer("odb.integrations.llamafactory", ADAPTER, ("llamafactory",)),
 )
 
 #: Who may import `torch.distributed`; everybody else asks `odb.exchange`.

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import odb
 from odb.integrations.lightning import ODBCallback, attach
-from odb.testing import collate
+from odb.testing import collate, make_sample
 
 LR = 1.0
 
@@ -163,6 +163,13 @@ def resumed(folder: str) -> dict[str, Any]:
     return out
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """30 samples over two ranks."""
+
+    def __iter__(self) -> Any:
+        return (make_sample(i, 4 + i % 9) for i in range(rank(), 30, 2))
+
+
 class WithMeta(torch.utils.data.Dataset):
     """Samples with fields that are no tensors."""
 
@@ -214,7 +221,13 @@ def cases(folder: str) -> dict[str, Any]:
             trainer.fit(Module(), attach(trainer, loader))
         except odb.errors.ConfigError as problem:
             mismatch = str(problem)
-    return {"hook": seen, "applied": error, "mismatch": mismatch}
+    trainer = make_trainer(folder, max_epochs=2)
+    module = Module()
+    stream = DataLoader(Stream(), batch_size=1, collate_fn=collate)
+    trainer.fit(module, attach(trainer, stream, token_budget=60, timeout_s=30.0))
+    samples = next(c for c in trainer.callbacks if isinstance(c, ODBCallback)).progress.samples
+    stream_run = [sorted({i for ids in module.ids for i in ids}), samples, trainer.current_epoch]
+    return {"hook": seen, "applied": error, "mismatch": mismatch, "stream": stream_run}
 
 
 def main() -> None:

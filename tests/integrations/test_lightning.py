@@ -65,3 +65,9 @@ def test_case_i_04_i_07_samplers_and_fields_stay(found: list[Any]) -> None:
         )
         assert "accumulate_grad_batches=2" in one["mismatch"] and "grad_accum_steps=3" in one["mismatch"]
         assert "ConfigError" in one["applied"] and "odb.integrations.lightning.attach" in one["applied"]
+
+
+@pytest.mark.timeout(170)
+def test_case_j_02_epochs_of_a_stream(found: list[Any]) -> None:
+    assert sorted(i for both in found for i in both["cases"]["stream"][0]) == list(range(30))
+    assert [both["cases"]["stream"][1:] for both in found] == [[60, 2], [60, 2]]  # sample visits of all ranks, epochs

@@ -8,7 +8,7 @@ from pathlib import Path
 import loops
 import pytest
 import ranks
-from scenarios import assert_exact_gradients
+from scenarios import TokenModel, assert_exact_gradients
 
 HERE = Path(__file__).parent
 DEEPSPEED_REASON = "deepspeed is not installed: pip install deepspeed"
@@ -25,6 +25,10 @@ def test_gradients_are_exact(kind: str, accumulation: int) -> None:
     assert sum(u.num_idle for rank in updates for u in rank) > 0, "the scenario must leave a rank idle at the tail"
     assert sorted(i for rank in updates for u in rank for i in u.ids) == list(range(30))
     assert_exact_gradients(spec, updates)
+    initial = list(TokenModel().parameters())
+    for together in zip(*updates, strict=True):
+        _, mean = loops.reference_step(initial, spec.dataset(), [i for update in together for i in update.ids])
+        assert sum(sum(update.losses) for update in together) / 2 == pytest.approx(mean, rel=1e-12)
 
 
 def run_deepspeed(*, stages: list[int], accumulation: list[int], timeout: float, **config: object) -> list[dict]:
