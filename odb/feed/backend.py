@@ -86,7 +86,7 @@ class ProcessBackend:
         self._timeout_s = spec.options.timeout_s
         self._is_closed = False
         use_signal = supervise.can_use_signal(self._context)
-        self._channel, remote = channel_pair()
+        self._channel, remote = channel_pair(num_blocks=spec.ready_batches + 2)
         try:
             self._process = supervise.start(self._context, run, (spec, remote, os.getpid(), use_signal), "odb-collate")
         except Exception as error:

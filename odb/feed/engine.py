@@ -16,7 +16,7 @@ import numpy as np
 
 from odb.errors import DisagreementError, MeasureError
 from odb.exchange.base import Exchange
-from odb.feed.source import Record
+from odb.feed.chunk import Record
 from odb.plan import cost
 from odb.plan import round as protocol
 from odb.plan.types import I64, Agreement, Measures, PlanConfig, RoundState, StepPlan, Verdict
@@ -171,7 +171,10 @@ class EpochJob:
     def _emit(self, steps: tuple[StepPlan, ...]) -> Iterator[Emission]:
         for step in steps:
             records = [self._held.pop(identity) for identity in step.ids.tolist()]
-            yield Emission(step, [r.sample for r in records], [r.measure for r in records])
+            emission = Emission(step, [r.take() for r in records], [r.measure for r in records])
+            del records  # their memory goes with the batch
+            yield emission
+            del emission
 
     def _stand_ins(self, steps: tuple[StepPlan, ...]) -> I64:
         """See `RoundMark.stand_ins`: the first of the shortest samples of the last real group."""

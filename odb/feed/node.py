@@ -13,10 +13,11 @@ from odb.exchange.base import Exchange
 from odb.exchange.gloo import GlooAddress, GlooExchange
 from odb.exchange.memory import SoloExchange
 from odb.feed.assemble import Assembler, deliveries
+from odb.feed.chunk import Record
 from odb.feed.engine import EpochJob, ResumePoint
 from odb.feed.measure import Measurer
 from odb.feed.messages import Counts
-from odb.feed.source import Inbox, Order, Record, Source, SourceConfig, seeded
+from odb.feed.source import Inbox, Order, Source, SourceConfig, seeded
 from odb.plan.types import PlanConfig
 from odb.plan.wire import digest
 
@@ -132,7 +133,7 @@ class Node:
             record = self.job.stand_in or self.source.record_again(self.job.resume.stand_in)
         if record is None or record.measure is None:
             record = self.source.first_record()
-        return None if record is None else record.sample
+        return None if record is None else record.take()
 
     def connect(self) -> Exchange:
         """Meets the other ranks, once."""
