@@ -14,7 +14,8 @@ from odb.plan.types import CostFn, PlanConfig
 
 #: Option values by name, first the default.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "layout": ("padded",),
+    "layout": ("padded", "packed"),
+    "balance": ("labels",),
     "policy": ("odb", "published"),
     "split_policy": ("even", "published"),
     "tail": ("filler", "skip", "drop"),
@@ -23,21 +24,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss_scaling": ("exact", "approx", "samples", "none"),
     "on_empty": ("error", "skip"),
     "on_sample_error": ("raise", "skip"),
-    "on_oversize": ("alone", "error", "skip"),
+    "on_oversize": ("alone", "error", "skip", "truncate", "split"),
 }
 
 #: Values that the contract names and this version doesn't have yet: refused in words of their own.
 PLANNED: dict[str, dict[str, str]] = {
-    "layout": {"packed": "sample packing"},
     "sharding": {"elastic": "elastic sharding"},
-    "on_oversize": {"truncate": "sample packing", "split": "sample packing"},
 }
 
 #: Options that belong to what is planned.
-PLANNED_OPTIONS = {
-    "balance": "label balancing",
-    "rows_per_batch": "sample packing",
-}
+PLANNED_OPTIONS: dict[str, str] = {}
 
 _AUTO_BUDGETS_HELD = 64  # a window of 64 full groups: the gain of larger ones is small (docs/concepts.md)
 _AUTO_WINDOW = 8192
@@ -53,6 +49,7 @@ _MIN_INT: dict[str, int] = {
     "max_patches": 1,
     "pad_to_multiple_of": 1,
     "rows_multiple": 1,
+    "rows_per_batch": 1,
     "grad_accum_steps": 1,
     "sample_quota": 1,
     "dp_rank": 0,
@@ -71,6 +68,7 @@ _OPTIONAL = {
     "dp_rank",
     "dp_world_size",
 }
+_OPTIONAL_CHOICES = ("balance", "on_oversize")
 _BOOLS = ("join", "drop_last", "label_shift", "warmup_probe")
 _CALLABLES = ("cost_fn", "length_fn", "loss_tokens_fn", "patches_fn", "filler_fn")
 
@@ -84,19 +82,21 @@ class ODBConfig:
             names the option, the value and what is possible.
     """
 
-    token_budget: int  # cost of a group at most; padded layout: rows x padded length in tokens
+    token_budget: int  # cost of a group at most, in tokens: rows x padded length, or a packed row's length
     window: int | None = None  # samples a rank may hold; `buffer_size` is accepted for it
     max_held_tokens: int | None = None  # the same in tokens
     max_held_bytes: int | None = None  # the same in bytes
     max_steps_per_round: int | None = None  # most steps agreed on at once
     layout: str = "padded"
-    max_samples: int | None = None  # rows of a group at most
+    rows_per_batch: int = 1  # packed rows of a group, each of token_budget / rows_per_batch tokens
+    max_samples: int | None = None  # rows of a group at most; packed: samples of a row
     max_patches: int | None = None  # vision patches of a group at most
     pad_to_multiple_of: int = 1
     rows_multiple: int = 1
     cost_fn: CostFn | None = None  # (rows, padded_len) -> cost, or (intercept, b, alpha), see `polynomial_cost`
     policy: str = "odb"
     split_policy: str = "even"
+    balance: str | None = None
     join: bool = True
     sample_quota: int | None = None
     tail: str = "filler"
@@ -114,7 +114,7 @@ class ODBConfig:
     patches_fn: Callable[[Any], int] | None = field(default=None)
     on_empty: str = "error"
     on_sample_error: str = "raise"
-    on_oversize: str = "alone"
+    on_oversize: str | None = None  # "alone", or "error" where the layout is packed
     warmup_probe: bool = False
     filler_fn: Callable[[], Any] | None = field(default=None)
     seed: int = 0
@@ -126,7 +126,8 @@ class ODBConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name, allowed in CHOICES.items():
-            _check_choice(name, getattr(self, name), allowed)
+            if not (name in _OPTIONAL_CHOICES and getattr(self, name) is None):
+                _check_choice(name, getattr(self, name), allowed)
         if isinstance(self.cost_fn, (tuple, list)):
             if len(self.cost_fn) != 3:
                 raise ConfigError(f"cost_fn takes three coefficients (intercept, b, alpha), got {self.cost_fn!r}")
@@ -137,6 +138,7 @@ class ODBConfig:
                 raise ConfigError(f"{name} must be callable or None, got {value!r}")
         self._check_numbers()
         self._check_combinations()
+        self._check_layout()
         validate_cost_fn(self.plan_config())
 
     def _check_ints(self) -> None:
@@ -180,6 +182,50 @@ class ODBConfig:
                 "make the window at least as large"
             )
 
+    def _check_layout(self) -> None:
+        if self.layout == "packed":
+            self._check_packed()
+        elif self.rows_per_batch > 1:
+            raise ConfigError(
+                f"rows_per_batch={self.rows_per_batch} is for layout='packed': a padded batch has as many as fit"
+            )
+        elif self.on_oversize in ("truncate", "split"):
+            raise ConfigError(
+                f"on_oversize={self.on_oversize!r} is for layout='packed': use 'alone', 'error' or 'skip'"
+            )
+        if self.balance is None:
+            return
+        for name in ("cost_fn", "max_patches"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"balance='labels' exchanges samples by their tokens: it can't be used with {name}")
+        if self.policy == "published":
+            raise ConfigError("policy='published' is the paper's rule as it is: it can't be used with balance='labels'")
+
+    def _check_packed(self) -> None:
+        for name, only in (("policy", "odb"), ("split_policy", "even"), ("rows_multiple", 1)):
+            if getattr(self, name) != only:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is for layout='padded': packed rows need {name}={only!r}"
+                )
+        if self.rows_per_batch > 1 and self.on_oversize == "alone":
+            raise ConfigError(
+                "on_oversize='alone' needs rows_per_batch=1: beside a longer row all rows of a batch widen"
+            )
+        if self.rows_per_batch > 1 and self.cost_fn is not None:
+            raise ConfigError("rows_per_batch > 1 fixes what a row holds in tokens: it can't be used with cost_fn")
+        if self.pad_to_multiple_of > self.token_budget // self.rows_per_batch:
+            raise ConfigError(
+                f"token_budget={self.token_budget} / rows_per_batch={self.rows_per_batch} is less than "
+                f"pad_to_multiple_of={self.pad_to_multiple_of}: no row fits"
+            )
+        if self.on_oversize in ("truncate", "split") and self.cost_fn is not None:
+            raise ConfigError(f"on_oversize={self.on_oversize!r} cuts by tokens: it can't be used with cost_fn")
+
+    @property
+    def oversize_policy(self) -> str:
+        """`on_oversize`, or what the layout makes of None."""
+        return self.on_oversize or ("error" if self.layout == "packed" else "alone")
+
     def plan_config(self) -> PlanConfig:
         """What planning needs of these options, with automatic values filled in."""
         accum = self.grad_accum_steps
@@ -203,7 +249,10 @@ class ODBConfig:
             tail=self.tail,
             drop_last=self.drop_last,
             accum_tail=self.accum_tail,
-            on_oversize=self.on_oversize,
+            on_oversize=self.oversize_policy,
+            layout=self.layout,
+            rows_per_batch=self.rows_per_batch,
+            balance=self.balance,
             loss_scaling=self.scaling,
             grad_accum_steps=accum,
             seed=self.seed,

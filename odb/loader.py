@@ -27,13 +27,13 @@ from torch.utils.data import (
 )
 
 from odb import resume
-from odb.collators import PadCollator, PerSample
+from odb.collators import BlockMaskCollator, FlattenCollator, PadCollator, PerSample
 from odb.config import OPTION_NAMES, ODBConfig, make_config
 from odb.errors import ConfigError
 from odb.exchange.gloo import GlooAddress, report_failure
 from odb.exchange.rendezvous import admit_peers, global_rank_and_size, refuse, rendezvous
 from odb.feed import supervise
-from odb.feed.backend import Backend, InlineBackend, ProcessBackend
+from odb.feed.backend import Backend, InlineBackend, ProcessBackend, failure_text
 from odb.feed.engine import ResumePoint, RoundMark
 from odb.feed.messages import Counts
 from odb.feed.node import NodeSpec, measurer_of
@@ -79,7 +79,8 @@ class ODBDataLoader:
         sampler: this rank's own share, used as it is. `DistributedSampler` is understood.
         batch_sampler: flattened; its batches are not used.
         num_workers: processes that read the dataset. 0: everything runs in this process, one sample after another.
-        collate_fn: samples of one group -> batch; runs in the collate process. None: `odb.collators.PadCollator`.
+        collate_fn: samples of one group -> batch; runs in the collate process. None: `odb.collators.PadCollator`, in the
+            packed layout `FlattenCollator`, or `BlockMaskCollator` with several rows a batch.
         prefetch_factor: *samples* that each worker may work ahead (64).
         batch_size: ignored; said once in the log where it is not None or 1.
         pin_memory, timeout, worker_init_fn, multiprocessing_context, generator, persistent_workers: as in PyTorch.
@@ -126,11 +127,8 @@ class ODBDataLoader:
         self.drop_last = self.config.drop_last
         self.pin_memory = pin_memory
         self.generator = generator
-        self.collate_fn = (
-            collate_fn
-            if collate_fn is not None
-            else PadCollator(ignore_index=self.config.ignore_index, pad_to_multiple_of=self.config.pad_to_multiple_of)
-        )
+        self.collate_fn = collate_fn if collate_fn is not None else _default_collator(self.config)
+        _check_collator(self.collate_fn, self.config)
         self._shuffle = bool(shuffle)
         self._user_sampler, self._user_batch_sampler = sampler, batch_sampler
         self.sampler = _EpochSampler(self, sampler, batch_sampler)
@@ -271,6 +269,11 @@ class ODBDataLoader:
         if saved == world_size:
             own: State = state["ranks"][self.rank]
             return own
+        if self.config.oversize_policy == "split":
+            raise ConfigError(
+                f"a state of {saved} ranks can't go on with {world_size} where on_oversize='split' cut samples into pieces, "
+                "some of which were used: resume on the same number of ranks, or start the epoch anew (set_epoch)"
+            )
         if self._order_kind() == "own" and self.config.join:
             return resume.resized(state, self.rank, world_size)
         raise ConfigError(
@@ -362,7 +365,9 @@ class ODBDataLoader:
     def __enter__(self) -> ODBDataLoader:
         return self
 
-    def __exit__(self, *_exc: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if self._backend is not None and (text := failure_text(error)):
+            self._backend.close(text)  # the other ranks learn why this one leaves
         self.close()
 
     def __reduce__(self) -> Any:
@@ -388,7 +393,7 @@ class ODBDataLoader:
             backend = self._make_backend()
             self._backend = backend
             self._finalizer = weakref.finalize(self, backend.close)
-            supervise.at_exit(backend.close)  # before multiprocessing waits for the collate process
+            supervise.at_exit(backend.close_at_exit)  # before multiprocessing waits for the collate process
         return self._backend
 
     def _make_backend(self) -> Backend:
@@ -477,6 +482,7 @@ class ODBDataLoader:
         stats = self._stats
         stats.rejected += Counter(now.rejected) - Counter(before.rejected if before else {})
         stats.dropped += Counter(now.dropped) - Counter(before.dropped if before else {})
+        stats.cut += Counter(now.cut) - Counter(before.cut if before else {})
         stats.rounds += now.rounds - (before.rounds if before else 0)
         stats.max_held_tokens = max(stats.max_held_tokens, now.max_held_tokens)
         if now.mark is not None:
@@ -568,6 +574,30 @@ class _EpochSampler:
         loader = self._loader()
         if loader is not None:
             loader.set_epoch(epoch)
+
+
+def _default_collator(config: ODBConfig) -> Callable[[list[Any]], Any]:
+    """What makes batches of samples where the user gives nothing."""
+    common: dict[str, Any] = {"ignore_index": config.ignore_index, "pad_to_multiple_of": config.pad_to_multiple_of}
+    if config.layout == "padded":
+        return PadCollator(**common)
+    if config.rows_per_batch == 1:
+        return FlattenCollator(**common)
+    capacity = config.token_budget // config.rows_per_batch
+    return BlockMaskCollator(row_capacity=capacity, max_samples=config.max_samples, **common)
+
+
+def _check_collator(collate_fn: Callable[[list[Any]], Any], config: ODBConfig) -> None:
+    """Refuses odb's own collators of the other layout: batches would hold many times the budget, or lose labels."""
+    own = collate_fn.then if isinstance(collate_fn, PerSample) else collate_fn
+    wrong = PadCollator if config.layout == "packed" else (FlattenCollator, BlockMaskCollator)
+    if isinstance(own, wrong):
+        fitting = "FlattenCollator or BlockMaskCollator" if config.layout == "packed" else "PadCollator"
+        hint = "; per_sample takes it as then=..." if isinstance(collate_fn, PerSample) else ""
+        raise ConfigError(
+            f"{type(own).__name__} does not make batches of layout={config.layout!r}: use odb.collators.{fitting}{hint}, "
+            "or the other layout"
+        )
 
 
 def _check_workers(num_workers: int, prefetch_factor: int | None, persistent: bool, timeout: float) -> None:

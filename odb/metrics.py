@@ -26,6 +26,8 @@ class LoaderStats:
         dropped: reason -> sample views that entered one and left unemitted ("tail", "closed").
         bound_by: which bound kept another sample out of a group -> groups ("token_budget", "max_samples",
             "max_patches", "oversize", or "window": there was no other sample to add).
+        cut: what `on_oversize` did to samples longer than a packed row ("truncated_samples", "truncated_tokens",
+            "split_samples").
     """
 
     steps: int = 0
@@ -41,6 +43,7 @@ class LoaderStats:
     rejected: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     bound_by: Counter[str] = field(default_factory=Counter)
+    cut: Counter[str] = field(default_factory=Counter)
 
     @property
     def padding(self) -> float:

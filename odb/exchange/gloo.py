@@ -41,6 +41,8 @@ SLOW_S = 0.5
 _FOREVER = timedelta(days=30)
 #: How long the store may take for one answer before a call gives up on it.
 _STORE_LIMIT_S = 5.0
+#: How long connecting to the store may take, where `timeout_s` allows as much.
+_CONNECT_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class GlooExchange:
             PeerFailedError, PeerClosedError, PeerLostError: as in a collective.
         """
         poll = poll or _no_poll
-        store = dist.PrefixStore(address.prefix, _open_store(address, poll))
+        store = dist.PrefixStore(address.prefix, _open_store(address, poll, min(_CONNECT_LIMIT_S, address.timeout_s)))
         monitor = Monitor(
             store, address.rank, address.world_size, address.timeout_s, address.host_rank, address.global_ranks
         )
@@ -156,7 +158,8 @@ class GlooExchange:
 
     def _all_read(self, num_events: int, limit_s: float) -> bool:
         beats = self._monitor.beats(limit_s)
-        gone = {self.rank, *self._monitor.left}
+        known = self._error or self._monitor.error  # whom it names need not, or can't, read it
+        gone = {self.rank, *self._monitor.left, *(known.ranks if isinstance(known, ExchangeError) else ())}
         return all(beat.seen >= num_events for rank, beat in enumerate(beats) if rank not in gone)
 
     def explain_disagreement(self) -> str:
@@ -315,7 +318,7 @@ def _ranges(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
-def _open_store(address: GlooAddress, tick: Callable[[], None], limit_s: float = 30.0) -> Any:
+def _open_store(address: GlooAddress, tick: Callable[[], None], limit_s: float = _CONNECT_LIMIT_S) -> Any:
     """Our own connection to the store. Tried with a plain socket first: the store's own retries are slow and loud."""
     deadline = time.monotonic() + limit_s
     while True:

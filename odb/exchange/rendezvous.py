@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 import weakref
 from collections import defaultdict
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch.distributed
 
-from odb.errors import ConfigError, ExchangeError, ExchangeTimeout, PeerFailedError
+from odb.errors import ConfigError, ExchangeTimeout, PeerFailedError, PeerLostError
 from odb.exchange import _private, hosts
 from odb.exchange.base import Poll
 from odb.exchange.gloo import GlooAddress
@@ -300,6 +301,13 @@ def _hosted_store(default: Any) -> Any:
     return _hosted[1]
 
 
+def _default_store_gone(why: str) -> PeerLostError:
+    text = f"the default group's store can't be reached any more ({why}): "
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return PeerLostError(text + "torchrun, which hosts it, is gone")
+    return PeerLostError(text + "rank 0, which hosts it, is gone", (0,))
+
+
 class _Wait:
     """Waits on the default store. Asks for one small value until it is there: cheap for the store, quiet in the log."""
 
@@ -355,4 +363,4 @@ class _Wait:
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.05)
         except dist.DistError as gone:
-            raise ExchangeError(f"the default group's store can't be reached any more: {first_line(gone)}") from None
+            raise _default_store_gone(first_line(gone)) from None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from odb.errors import ConfigError, MeasureError
+from odb.feed.cut import pieces, sample_of
 from odb.feed.engine import Emission
 from odb.feed.measure import count_loss_labels
 from odb.feed.source import add_note
-from odb.plan import cost
+from odb.plan import cost, packed
 from odb.plan.types import PlanConfig, StepPlan
 from odb.step import ODBStepInfo
 
@@ -128,6 +130,8 @@ class Assembler:
         config, plan = self.config, emission.plan
         if plan.cost > config.token_budget:
             return "oversize"
+        if config.layout == "packed":
+            return _packed_bound(config, emission)
         if config.max_samples is not None and plan.rows >= config.max_samples:
             return "max_samples"
         one_more = cost.group_cost(np.array([plan.rows + 1]), np.array([plan.padded_len]), config)
@@ -143,8 +147,40 @@ class Assembler:
 
         It runs before the first step with weight 0, so that a budget too large for the device fails at once.
         """
+        if self.config.layout == "packed":
+            return self.collate(_full_rows(sample, measure_length, self.config))
         rows, width = probe_shape(self.config.token_budget, measure_length)
         return pad_batch(self.collate([sample] * rows), rows, width, self.ignore_index)
+
+
+def _packed_bound(config: PlanConfig, emission: Emission) -> str:
+    """Which bound kept another sample like the shortest of a packed group out of it."""
+    length = np.array([measure.length for measure in emission.measures], np.int64)
+    sizes = cost.packed_size(length, config)
+    ends = packed.rows_of(sizes, config)
+    most = config.max_samples
+    if most is not None and all(b - a >= most for a, b in pairwise([0, *ends])):
+        return "max_samples"
+    one_more = packed.rows_of(np.append(sizes, sizes.min()), config)
+    if len(one_more) > config.rows_per_batch:
+        return "token_budget"
+    patches = [measure.patches for measure in emission.measures]
+    if config.max_patches is not None and sum(patches) + min(patches) > config.max_patches:
+        return "max_patches"
+    return "window"
+
+
+def _full_rows(sample: Any, length: int, config: PlanConfig) -> list[Any]:
+    """Copies of a sample that fill the rows of a packed batch, the last of each row cut to what is left."""
+    capacity = cost.row_capacity(replace(config, cost_fn=None))
+    if config.max_samples is not None:
+        capacity = min(capacity, config.max_samples * length)
+    row = [sample] * (capacity // length)
+    try:
+        rest = pieces(sample, length, capacity % length)[:1] if capacity % length else []
+    except MeasureError:  # what can't be cut leaves the row that much short
+        rest = []
+    return (row + rest or [sample]) * config.rows_per_batch
 
 
 def probe_shape(budget: int, length: int) -> tuple[int, int]:
@@ -173,7 +209,8 @@ def _are_classes(batch: Any, plan: StepPlan) -> bool:
     labels, ids = _field(batch, "labels"), _field(batch, "input_ids")
     if getattr(ids, "ndim", 0) < 2 or ids.shape[-1] == 1:
         return False
-    return tuple(labels.shape) in ((plan.rows,), (plan.rows, 1))
+    number = plan.local_samples or plan.rows
+    return tuple(labels.shape) in ((number,), (number, 1))
 
 
 def _field(batch: Any, key: str) -> Any:
@@ -194,7 +231,7 @@ def step_info(plan: StepPlan, loss_scaling: str) -> ODBStepInfo:
         padded_tokens=plan.rows * plan.padded_len,
         loss_scale=plan.loss_scale,
         idle=plan.idle,
-        sample_ids=tuple(plan.ids.tolist()),
+        sample_ids=tuple(map(sample_of, plan.ids.tolist())),
         sync_gradients=plan.sync_gradients,
         loss_scaling=loss_scaling,
     )

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import sys
 import threading
 import time
 import traceback
@@ -19,8 +20,8 @@ from typing import Any, Protocol
 from odb.errors import ChannelClosed, ConfigError, ExchangeError, PeerClosedError, ProcessDied, SampleError
 from odb.feed import supervise
 from odb.feed.assemble import Delivery
-from odb.feed.channel import channel_pair
-from odb.feed.collator import publish_failure_at, run
+from odb.feed.channel import Channel, channel_pair
+from odb.feed.collator import REASON_S, publish_failure_at, run
 from odb.feed.engine import PeersClosed, ResumePoint
 from odb.feed.handoff import loads_bytes
 from odb.feed.messages import Begin, Counts, Delivered, End, Failed, Finished, PeersLeft, Shutdown, Taken
@@ -45,8 +46,28 @@ class Backend(Protocol):
     def end(self, generation: int) -> None:
         """The training loop left this epoch. Returns at once."""
 
-    def close(self) -> None:
-        """Ends everything. Idempotent."""
+    def close(self, failure: str = "") -> None:
+        """Ends everything; the other ranks are told of a `failure` of the training loop. Idempotent."""
+
+    def close_at_exit(self) -> None:
+        """Closes at the interpreter's exit, which may be due to an exception of the training loop."""
+
+
+def failure_text(error: BaseException | None) -> str:
+    """What the other ranks are told where this exception ends the training loop; "" where it is none of theirs.
+
+    None, an exit that was asked for, and what this rank itself was told by the others.
+    """
+    if error is None or isinstance(error, (SystemExit, GeneratorExit, ExchangeError)):
+        return ""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+def what_ends_the_program() -> BaseException | None:
+    """At the interpreter's exit: the exception that it is due to, if there is one."""
+    if hasattr(sys, "ps1"):  # interactive: the last exception is an old one
+        return None
+    return sys.exc_info()[1] or getattr(sys, "last_value", None)
 
 
 def peers_closed_error(ranks: tuple[int, ...]) -> PeerClosedError:
@@ -86,11 +107,13 @@ class ProcessBackend:
         self._timeout_s = spec.options.timeout_s
         self._is_closed = False
         use_signal = supervise.can_use_signal(self._context)
-        self._channel, remote = channel_pair()
+        ends: tuple[Channel, ...] = ()
         try:
+            ends = self._channel, remote = channel_pair()
             self._process = supervise.start(self._context, run, (spec, remote, os.getpid(), use_signal), "odb-collate")
         except Exception as error:
-            self._channel.close()
+            for end in ends:
+                end.close()
             failure = unpicklable_error(spec, self._context.get_start_method(), error)
             publish_failure_at(spec, f"{type(failure).__name__}: {failure}")
             raise failure from error
@@ -134,17 +157,21 @@ class ProcessBackend:
             with contextlib.suppress(ChannelClosed):
                 self._channel.send(End(generation))
 
-    def close(self) -> None:
+    def close(self, failure: str = "") -> None:
         """Asks the collate process to end, and ends it if it does not."""
         if self._is_closed or os.getpid() != self._owner_pid:  # a forked child holds a copy of this object
             return
         self._is_closed = True
         with contextlib.suppress(ChannelClosed, TimeoutError, OSError):
-            self._channel.send(Shutdown(), timeout=1.0)
+            self._channel.send(Shutdown(failure), timeout=1.0)
         supervise.stop(self._process, _EXIT_GRACE_S)
         self._channel.close()
         if self._error is None:
             self._error = RuntimeError("this loader is closed; make a new one")
+
+    def close_at_exit(self) -> None:
+        """See `Backend.close_at_exit`."""
+        self.close(failure_text(what_ends_the_program()))
 
     @property
     def pid(self) -> int:
@@ -168,9 +195,10 @@ class ProcessBackend:
                 if self._channel.poll(0):
                     continue
                 self._fail(self._died())
-            except ChannelClosed:
+            except ChannelClosed as broken:
                 self._process.join(_SLICE_S)
-                self._fail(self._died())
+                by_itself = self._process.exitcode not in (None, 0, supervise.ORPHANED)
+                self._fail(self._died() if by_itself else self._broken(broken))
 
     def _check_not_stopped(self, waited_s: float) -> None:
         """A stopped process (SIGSTOP) says nothing and does not die; its peers give up after the time limit, so do we."""
@@ -187,6 +215,12 @@ class ProcessBackend:
             f"the collate process (pid {self._process.pid}) of this rank died: {supervise.describe_exit(self._process)}"
         )
         publish_failure_at(self._spec, f"ProcessDied: {error}")  # it can't tell its peers any more
+        return error
+
+    def _broken(self, why: ChannelClosed) -> ChannelClosed:
+        """The link ended, and not because the process at its other end died."""
+        error = ChannelClosed(f"the link to the collate process (pid {self._process.pid}) of this rank broke: {why}")
+        publish_failure_at(self._spec, f"ChannelClosed: {error}")
         return error
 
     def _fail(self, error: BaseException) -> None:
@@ -292,10 +326,14 @@ class InlineBackend:
         try:
             with self._failing():
                 item = next(self._items, None)
+                if isinstance(item, PeersClosed):
+                    self._wait_for_reason()
             on_counts(self._node.counts())
-        finally:
-            if self._error is None:
-                self._leave()
+            self._leave()
+        except BaseException:
+            if self._error is not None:
+                self.close()
+            raise
         if item is None:
             self._items = None
             self._node.finish()
@@ -303,6 +341,13 @@ class InlineBackend:
             self.end(generation)
             raise peers_closed_error(item.ranks)
         return item
+
+    def _wait_for_reason(self) -> None:
+        """Raises what ended the loop of a rank that left the epoch, if it says so soon."""
+        soon = time.monotonic() + REASON_S
+        while time.monotonic() < soon:
+            self._exchange.check()
+            time.sleep(0.02)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -335,11 +380,14 @@ class InlineBackend:
         self._items = None
         self._node.finish()
 
-    def close(self) -> None:
+    def close(self, failure: str = "") -> None:
         """Leaves the exchange."""
         if self._is_shut or os.getpid() != self._owner_pid:
             return
         self._is_shut = True
+        if failure and self._error is None:
+            self._error = RuntimeError("this loader was closed by an exception of the training loop; make a new one")
+            self._exchange.publish_failure(failure)
         if self._error is not None:  # also what this rank found out about others must be read before its store goes
             self._exchange.linger(_EXIT_GRACE_S)
         if self._closer is not None:
@@ -348,6 +396,10 @@ class InlineBackend:
         self._node.close(_EXIT_GRACE_S)
         if self._error is None:
             self._error = RuntimeError("this loader is closed; make a new one")
+
+    def close_at_exit(self) -> None:
+        """See `Backend.close_at_exit`."""
+        self.close(failure_text(what_ends_the_program()))
 
     def _raise_if_dead(self) -> None:
         check_owner(self._owner_pid)

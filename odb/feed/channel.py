@@ -189,6 +189,13 @@ class Channel:
             if error.errno == errno.ETOOMANYREFS:  # this user's descriptors in flight, over all processes: ulimit -n
                 time.sleep(_RETRY_S)
                 return 0
+            if (
+                isinstance(error, BrokenPipeError) and not self._amid_message[1]
+            ):  # what it said before can still be read
+                self._amid_message[0] = False
+                raise ChannelClosed(
+                    "the channel has ended: the process at the other end closed it or is gone"
+                ) from error
             raise self._lost(error) from error
 
     # Receiving

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import time
 import traceback
 from typing import Any
 
@@ -26,12 +27,19 @@ from odb.feed.messages import Begin, Counts, Delivered, End, Failed, Finished, P
 from odb.feed.node import Node, NodeSpec
 
 _SLICE_S = 0.2
+_LONG_SLICE_S = 0.5  # between epochs
 _LINGER_S = 3.0
+#: How long a rank that left an epoch may take to say that it failed, before the others are told that it just left.
+REASON_S = 1.0
 _GRACE_S = 2.0
 
 
 class _Stop(BaseException):
     """The training process wants this one to end, or is gone. No error: it passes through everything."""
+
+    def __init__(self, failure: str = "") -> None:
+        super().__init__(failure)
+        self.failure = failure  # of the training loop, for the other ranks
 
 
 def run(spec: NodeSpec, channel: Channel, parent_pid: int, use_signal: bool) -> None:
@@ -41,12 +49,16 @@ def run(spec: NodeSpec, channel: Channel, parent_pid: int, use_signal: bool) -> 
     close_inherited(keep=(channel,))
     torch.set_num_threads(1)
     gc.freeze()  # what was imported or inherited is not looked through again and again
-    server = _Server(spec, channel)
+    server = _Server(spec, channel, parent_pid)
     code = 0
     try:
         server.serve(use_signal)
-    except (_Stop, ChannelClosed):
-        pass
+    except _Stop as stop:
+        server.pass_on(stop.failure)
+    except ChannelClosed as error:  # nobody said goodbye
+        code = supervise.ORPHANED
+        time.sleep(_SLICE_S)  # a training process that lives says itself what went wrong: that comes first
+        server.pass_on(f"the training process of this rank is gone, or broke its link without a word: {error}")
     except BaseException as error:  # whatever it is, all ranks must learn of it
         code = 1
         server.report(error)
@@ -57,9 +69,10 @@ def run(spec: NodeSpec, channel: Channel, parent_pid: int, use_signal: bool) -> 
 
 
 class _Server:
-    def __init__(self, spec: NodeSpec, channel: Channel) -> None:
+    def __init__(self, spec: NodeSpec, channel: Channel, parent_pid: int) -> None:
         self.spec = spec
         self.channel = channel
+        self.parent_pid = parent_pid
         self.node: Node | None = None
         self.credits = 0
         self.current: Begin | None = None
@@ -71,9 +84,10 @@ class _Server:
         """Epoch after epoch, until told to stop."""
         self.node = Node(self.spec, os.getpid(), use_signal=use_signal, poll=self.poll)
         while True:
-            with self.exchange.waiting_for_consumer() if self.exchange is not None else contextlib.nullcontext():
-                while self.pending is None:
-                    self.handle(self.channel.recv(None))
+            while self.pending is None:
+                with self.being_busy():
+                    if self.channel.poll(_LONG_SLICE_S):
+                        self.handle(self.channel.recv(_SLICE_S))
             self.run_epoch()
 
     @property
@@ -99,7 +113,7 @@ class _Server:
             self.pending = message
             self.is_left = True
         elif isinstance(message, Shutdown):
-            raise _Stop
+            raise _Stop(message.failure)
         else:
             raise AssertionError(f"unexpected message {type(message).__name__}")
 
@@ -111,6 +125,9 @@ class _Server:
         self._last_counts = None
         for item in self.node.begin(begin.order, begin.base_seed, lambda: self.is_left, begin.resume):
             if isinstance(item, PeersClosed):
+                # A rank whose loop fails leaves the epoch first, and says why a moment later, when its program ends.
+                soon = time.monotonic() + REASON_S
+                self.wait_until(lambda soon=soon: self.is_left or time.monotonic() > soon)
                 self.channel.send(PeersLeft(begin.generation, item.ranks))
                 self.wait_until(lambda: self.is_left)
             elif self.wait_until(lambda: self.credits > 0 or self.is_left) and not self.is_left:
@@ -125,12 +142,18 @@ class _Server:
         if condition():
             return True
         assert self.exchange is not None
-        with self.exchange.waiting_for_consumer():
-            while not condition():
+        while not condition():
+            with self.being_busy():
                 if not self.channel.poll(_SLICE_S):
                     self.exchange.check()
                 self.poll()
         return True
+
+    def being_busy(self) -> contextlib.AbstractContextManager[None]:
+        """Peers wait on while the training loop is at work, or in a debugger; not for one that was stopped (SIGSTOP)."""
+        if self.exchange is None or supervise.is_stopped(self.parent_pid):
+            return contextlib.nullcontext()
+        return self.exchange.waiting_for_consumer()
 
     def new_counts(self) -> Counts | None:
         """The epoch's running counts where they changed since the last batch."""
@@ -153,6 +176,14 @@ class _Server:
             self.channel.send(Failed(pickled(error), text))
         if self.exchange is not None:  # what this rank found out about others, too, must be read before its store goes
             self.exchange.linger(_LINGER_S)
+
+    def pass_on(self, failure: str) -> None:
+        """Tells the other ranks what ended the training loop, if it failed. Never raises."""
+        if failure and self.exchange is not None:
+            self.exchange.publish_failure(failure)
+            self.exchange.linger(_LINGER_S)
+        elif failure:
+            publish_failure_at(self.spec, failure)
 
     def close(self) -> bool:
         """Lets everything go; False if that takes too long."""

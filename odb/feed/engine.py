@@ -16,6 +16,8 @@ import numpy as np
 
 from odb.errors import DisagreementError, MeasureError
 from odb.exchange.base import Exchange
+from odb.feed.cut import PIECE, pieces, sample_of
+from odb.feed.measure import Measure
 from odb.feed.source import Record
 from odb.plan import cost
 from odb.plan import round as protocol
@@ -88,9 +90,9 @@ class ResumePoint:
 
     @property
     def head(self) -> tuple[int, ...]:
-        """Identities to read first: of the pending steps, then carried ones."""
-        ids = tuple(i for ids in (*self.pending, self.state.window.ids) for i in ids.tolist())
-        return (*ids, self.stand_in) if self.is_stream and self.stand_in >= 0 else ids
+        """Identities to read first: of the pending steps, then carried ones; a sample that was cut, once."""
+        ids = tuple(dict.fromkeys(sample_of(i) for ids in (*self.pending, self.state.window.ids) for i in ids.tolist()))
+        return (*ids, sample_of(self.stand_in)) if self.is_stream and self.stand_in >= 0 else ids
 
 
 @dataclass
@@ -106,8 +108,10 @@ class EpochJob:
     poll: Callable[[], None]
     explain: Callable[[], str] = str  # why ranks disagree, in words
     on_empty: str = "error"
+    measure: Callable[[Any], Measure] | None = None  # of pieces that are cut here
     rejected: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    cut: Counter[str] = field(default_factory=Counter)  # samples and tokens, by what was done to too long samples
     rounds: int = 0
     max_held_tokens: int = 0
     num_keys: int | None = None  # of this epoch on this rank, None where that can't be told
@@ -239,6 +243,7 @@ class EpochJob:
 
     def _read_head(self, point: ResumePoint) -> None:
         missing = set(point.head)
+        wanted = {i for ids in (*point.pending, point.state.window.ids) for i in ids.tolist()}
         while missing:
             if not self._backlog and not self._draw():
                 break
@@ -247,10 +252,10 @@ class EpochJob:
                 break
             del self._backlog[0]
             missing.discard(record.id)
-            if point.is_stream and record.id == point.stand_in:
+            if point.is_stream and record.id == sample_of(point.stand_in):
                 self.stand_in = record
-            elif self._is_admitted(record, is_large):
-                self._held[record.id] = record
+            else:
+                self._held |= {one.id: one for one in self._admitted(record, is_large) if one.id in wanted}
 
     def _resumed_state(self, point: ResumePoint, left: Measures, missing: int, all_missing: int) -> RoundState:
         """The state after the replayed steps: its window measured anew, and with it what had to leave its group."""
@@ -327,24 +332,26 @@ class EpochJob:
         used = 0
         for record, is_large in self._backlog:
             used += 1
-            if not self._is_admitted(record, is_large):
-                continue
-            assert record.measure is not None
-            taken.append(record)
-            self._held[record.id] = record
-            need[0] -= 1
-            need[1] -= record.measure.length
-            need[2] -= record.measure.num_bytes
+            for one in self._admitted(record, is_large):
+                assert one.measure is not None
+                taken.append(one)
+                self._held[one.id] = one
+                need[0] -= 1
+                need[1] -= one.measure.length
+                need[2] -= one.measure.num_bytes
             if need[0] <= 0 or need[1] <= 0 or need[2] <= 0:
                 break
         self.cursor += used
         self._backlog = self._backlog[used:]
 
-    def _is_admitted(self, record: Record, is_large: bool) -> bool:
-        """Whether a record may be planned; the others are refused or counted, as the options say."""
+    def _admitted(self, record: Record, is_large: bool) -> list[Record]:
+        """What may be planned of a record; the others are refused, counted or cut, as the options say."""
         if record.measure is not None and not is_large:
             self._num_refused = 0
-            return True
+            return [record]
+        if record.measure is not None and self.config.on_oversize in ("truncate", "split"):
+            self._num_refused = 0
+            return self._cut(record)
         if record.measure is None:
             self._reject(record)
         else:
@@ -355,7 +362,30 @@ class EpochJob:
                 f"a whole pass of {self.pass_length} samples gave none that may be planned ({dict(self.rejected)}), so "
                 f"sample_quota={self.config.sample_quota} can't be reached: mend the dataset or its policies"
             )
-        return False
+        return []
+
+    def _cut(self, record: Record) -> list[Record]:
+        """A sample longer than a packed row, cut to its capacity, or in pieces that are planned one by one."""
+        assert record.measure is not None and self.measure is not None
+        capacity = cost.row_capacity(self.config)
+        try:
+            parts = pieces(record.sample, record.measure.length, capacity)
+        except MeasureError as error:
+            raise MeasureError(f"sample {record.id} has {record.measure.length} tokens: {error}") from None
+        if self.config.on_oversize == "truncate":
+            del parts[1:]
+            self.cut["truncated_samples"] += 1
+            self.cut["truncated_tokens"] += record.measure.length - capacity
+        else:
+            self.cut["split_samples"] += 1
+        return [Record(record.id + number * PIECE, part, self.measure(part)) for number, part in enumerate(parts)]
+
+    def fitting(self, record: Record, number: int = 0) -> Any:
+        """A record's sample to fill in for this rank; piece `number` of it where it is longer than a row and may be cut."""
+        if record.measure is None or self.config.on_oversize not in ("truncate", "split"):
+            return record.sample
+        parts = pieces(record.sample, record.measure.length, cost.row_capacity(self.config))
+        return parts[min(number, len(parts) - 1)]
 
     def _reject(self, record: Record) -> None:
         if record.rejected == "empty" and self.on_empty == "error":
@@ -370,10 +400,18 @@ class EpochJob:
             assert record.measure is not None
             raise MeasureError(
                 f"sample {record.id} has {record.measure.length} tokens ({record.measure.patches} patches) and alone "
-                f"exceeds token_budget={self.config.token_budget} (max_patches={self.config.max_patches}): truncate it "
-                "in the dataset, raise the budget, or give on_oversize='alone' or 'skip'"
+                f"exceeds {self._bound_text()} (max_patches={self.config.max_patches}): truncate it in the dataset, raise "
+                f"the budget, or give on_oversize={self._remedies()}"
             )
         self.rejected["oversize"] += 1
+
+    def _bound_text(self) -> str:
+        config = self.config
+        rows = f" / rows_per_batch={config.rows_per_batch}" if config.rows_per_batch > 1 else ""
+        return f"token_budget={config.token_budget}{rows}"
+
+    def _remedies(self) -> str:
+        return "'truncate', 'split', 'alone' or 'skip'" if self.config.layout == "packed" else "'alone' or 'skip'"
 
 
 _NO_ROWS = np.zeros((0, 3), np.int64)

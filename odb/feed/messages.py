@@ -8,7 +8,7 @@
       End(generation)                      ->       the consumer left the epoch: discard, close, keep answering peers
                                            <-       Finished(generation, counts)   the epoch is over on all ranks
                                            <-       Failed(error, text)            nothing follows
-      Shutdown()                           ->       exits
+      Shutdown(failure)                    ->       exits; tells the other ranks why, where the training loop failed
 
 A generation numbers the epochs begun by this loader; what belongs to an older one than the current is ignored.
 """
@@ -32,6 +32,7 @@ class Counts:
     rounds: int
     max_held_tokens: int
     mark: RoundMark | None = field(default=None, compare=False)  # a new one comes with a new count of rounds
+    cut: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class End:
 @dataclass(frozen=True, slots=True)
 class Shutdown:
     """The loader is closed."""
+
+    failure: str = ""  # the exception that ended the training loop, with its traceback
 
 
 @dataclass(frozen=True, slots=True)

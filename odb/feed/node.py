@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from odb.exchange.base import Exchange
 from odb.exchange.gloo import GlooAddress, GlooExchange
 from odb.exchange.memory import SoloExchange
 from odb.feed.assemble import Assembler, deliveries
+from odb.feed.cut import PIECE, sample_of
 from odb.feed.engine import EpochJob, ResumePoint
 from odb.feed.measure import Measurer
 from odb.feed.messages import Counts
@@ -21,6 +24,7 @@ from odb.plan.types import PlanConfig
 from odb.plan.wire import digest
 
 _SLICE_S = 0.2
+_SHM = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,26 @@ def measurer_of(options: ODBConfig) -> Measurer:
         loss_tokens_fn=options.loss_tokens_fn,
         patches_fn=options.patches_fn,
         ignore_index=options.ignore_index,
-        label_shift=options.label_shift,
+        # In a packed row the collator masks each sample's first label, whether the model shifts or not.
+        label_shift=options.label_shift or options.layout == "packed",
     )
+
+
+@contextlib.contextmanager
+def workers_starting(num_workers: int) -> Iterator[None]:
+    """Says what is short where workers can't be started because /dev/shm is full: their queues need a little of it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC or not os.path.ismount(_SHM):
+            raise
+        space = os.statvfs(_SHM)
+        free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: {num_workers} workers can't be started; {_SHM} has {free} of {total} bytes free: make room "
+            "there, or give the container more, for example --shm-size=8g with docker",
+        ) from error
 
 
 class DirectFeed:
@@ -129,10 +151,13 @@ class Node:
         """What fills in for a rank that had no group yet: in a resumed epoch the sample that did before."""
         record = None
         if self.job is not None and self.job.resume is not None and self.job.resume.stand_in >= 0:
-            record = self.job.stand_in or self.source.record_again(self.job.resume.stand_in)
+            stand_in = self.job.resume.stand_in
+            record = self.job.stand_in or self.source.record_again(sample_of(stand_in))
+            if record is not None and record.measure is not None:
+                return self.job.fitting(record, stand_in // PIECE)
         if record is None or record.measure is None:
             record = self.source.first_record()
-        return None if record is None else record.sample
+        return None if record is None or self.job is None else self.job.fitting(record)
 
     def connect(self) -> Exchange:
         """Meets the other ranks, once."""
@@ -147,7 +172,8 @@ class Node:
         """Starts an epoch; yields its deliveries (and `PeersClosed`) in order."""
         if resume is not None or not self.spec.source.is_iterable:
             self.assembler.forget()
-        self.source.begin(order, seeded(base_seed, order.rank))
+        with workers_starting(self.spec.source.num_workers):
+            self.source.begin(order, seeded(base_seed, order.rank))
         exchange = self.connect()  # only now: the workers start meanwhile
         threaded = self.spec.source.num_workers > 0
         self.feed = ThreadFeed(self.source, self.plan) if threaded else DirectFeed(self.source)
@@ -161,6 +187,7 @@ class Node:
             poll=self._poll_and_check,
             explain=exchange.explain_disagreement,
             on_empty=self.spec.options.on_empty,
+            measure=self.spec.source.reading.measurer,
             resume=resume,
             num_keys=None if self.spec.source.is_iterable or not order.passes else order.num_keys,
             pass_length=None if order.passes else order.pass_length,
@@ -179,7 +206,9 @@ class Node:
         """The running counts of the epoch."""
         job = self.job
         assert job is not None, "begin() first"
-        return Counts(dict(job.rejected), dict(job.dropped), job.rounds, job.max_held_tokens, job.mark)
+        return Counts(
+            dict(job.rejected), dict(job.dropped), job.rounds, job.max_held_tokens, job.mark, cut=dict(job.cut)
+        )
 
     def finish(self) -> None:
         """Ends the epoch's drawing; returns once the drawing thread has ended."""

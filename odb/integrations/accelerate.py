@@ -29,18 +29,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from odb.errors import ConfigError
-from odb.integrations.common import (
-    Progress,
-    epoch_of,
-    flat_stats,
-    is_finished,
-    loader_of,
-    read_state,
-    save_state,
-    take_info,
-)
+from odb.integrations.common import Progress, flat_stats, loader_of, read_state, restore_loader, save_state, take_info
 from odb.integrations.schedule import Position, follow
-from odb.integrations.source import rebuilt
+from odb.integrations.source import place_of, rebuilt
 from odb.loader import ODBDataLoader
 from odb.metrics import LoaderStats
 from odb.step import STEP_INFO_KEY, ODBStepInfo, scale_loss
@@ -204,19 +195,11 @@ class ODBAccelerateBridge:
         return folder if not self.number else str(Path(folder, f"odb_{self.number}"))
 
     def _load(self, _models: Any, folder: str) -> None:
-        saved = read_state(self._part_of(folder))
-        if saved is None:
-            raise ConfigError(
-                f"{folder} holds no odb state, so training can't go on at the batch where it stopped: give "
-                "configure_accelerator(..., resume_data=False) to load model and optimizer alone"
-            )
+        saved = read_state(
+            self._part_of(folder), "configure_accelerator(..., resume_data=False) loads model and optimizer alone"
+        )
+        epoch = restore_loader(self.handle, saved)
         self.state.load_state_dict(saved["progress"])
-        epoch = epoch_of(saved["loader"])
-        if is_finished(saved["loader"]):
-            epoch += 1
-            self.handle.set_epoch(epoch)
-        else:
-            self.handle.load_state_dict(saved["loader"])
         self.state.begin_epoch(epoch)
         self.dataloader.set_epoch(epoch)
 
@@ -259,9 +242,9 @@ def configure_accelerator(
         loader = loader_of(given, **options)
         _check_accumulation(loader, accelerator)
     else:
-        place = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-        own = _accumulation(accelerator) | {"loss_scaling": scaling}
-        loader = rebuilt(given, **place, seed=seed, options=own | options)
+        all_options = _accumulation(accelerator) | {"loss_scaling": scaling} | options
+        rank, world_size = place_of(all_options, accelerator.process_index, accelerator.num_processes)
+        loader = rebuilt(given, rank=rank, world_size=world_size, seed=seed, options=all_options)
     if loader.generator is None:  # so that beginning an epoch draws nothing from the generator that dropout draws from
         loader.generator = torch.Generator().manual_seed(seed)
     progress = Progress(samples_per_epoch=dataset_size if dataset_size is not None else _samples_per_epoch(loader))

@@ -7,14 +7,17 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from odb import manifest as manifests
+from odb.checkpoint import OneState
 from odb.errors import ConfigError
 from odb.loader import AppliedLoader, ODBDataLoader, wrap
 from odb.metrics import LoaderStats
-from odb.resume import State, gather
+from odb.resume import State
 from odb.step import STEP_INFO_KEY, ODBStepInfo
 
 logger = logging.getLogger("odb")
@@ -219,6 +222,9 @@ def save_state(
 ) -> None:
     """Writes one state of all ranks' loaders into a checkpoint's folder. Call it on all ranks, after the same step.
 
+    Never raises an error, so that the model's checkpoint is saved in any case: what goes wrong is marked in the file, and
+    `restore_loader` refuses it.
+
     Args:
         folder: of the checkpoint; made where it is missing.
         loader: this rank's.
@@ -226,33 +232,63 @@ def save_state(
         write: whether this process writes (one per folder: the main process, or one of each node).
         extra: further JSON values, which `read_state` gives back beside the others.
     """
-    own = {"format": _STATE_FORMAT, "loader": gather(loader), "progress": progress.state_dict()}
-    state = dict(extra or {}) | own
+    own = {"format": _STATE_FORMAT, "data": OneState(loader).state_dict(), "progress": progress.state_dict()}
     if not write:
         return
     path = Path(folder, STATE_FILE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(state))
-    os.replace(part, path)  # never half a file
+    try:
+        manifests.write_json(path, dict(extra or {}) | own)
+    except Exception as error:
+        with suppress(Exception):
+            path.unlink()  # no older one in its place
+        with suppress(Exception):
+            manifests.write_json(path, own | {"data": manifests.marked(f"{type(error).__name__}: {error}")})
 
 
-def read_state(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """What `save_state` wrote; None where a checkpoint has none.
+def read_state(folder: str | os.PathLike[str], remedy: str) -> dict[str, Any]:
+    """What `save_state` wrote: {"data": the manifest with the loaders' states, "progress": counts, ...}.
+
+    Args:
+        folder: of the checkpoint.
+        remedy: how this trainer is told to go on without the data's position; part of the errors.
 
     Raises:
-        ConfigError: the file is of another format.
+        ConfigError: there is none, it can't be read, or it is marked.
     """
     path = Path(folder, STATE_FILE)
-    if not path.exists():
-        return None
-    state: dict[str, Any] = json.loads(path.read_text())
-    if state.get("format") != _STATE_FORMAT:
+    try:
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         raise ConfigError(
-            f"{path} has format {state.get('format')!r}, this package reads {_STATE_FORMAT}: resume with the version of "
-            "odb that saved it"
-        )
+            f"{folder} holds no odb state, so training can't go on at the batch where it stopped. {remedy}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read ({error}). {remedy}") from None
+    if state.get("format") != _STATE_FORMAT:
+        raise ConfigError(f"{path} has format {state.get('format')!r}, this package reads {_STATE_FORMAT}. {remedy}")
+    reason = state["data"].get("replay_error")
+    if reason:
+        raise ConfigError(f"when {folder} was saved, the data's position could not be ({reason}). {remedy}")
     return state
+
+
+def restore_loader(loader: ODBDataLoader, state: Mapping[str, Any]) -> int:
+    """Puts a loader where a read state says, after comparing settings.
+
+    Returns:
+        the epoch to go on with: the interrupted one, or the next where that was done.
+
+    Raises:
+        ConfigError: the loader's settings, or the number of samples, are others than when it was saved.
+    """
+    (position,) = state["data"]["states"]
+    epoch = epoch_of(position)
+    if is_finished(position):
+        manifests.check(state["data"], [loader])
+        loader.set_epoch(epoch + 1)
+        return epoch + 1
+    OneState(loader).load_state_dict(state["data"])
+    return epoch
 
 
 def is_finished(state: State) -> bool:

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,17 +32,16 @@ from odb.errors import ConfigError
 from odb.integrations.common import (
     Advisor,
     Progress,
-    epoch_of,
     flat_stats,
-    is_finished,
     loader_of,
     read_state,
+    restore_loader,
     save_state,
     take_info,
 )
 from odb.integrations.hf_loader import TrainerLoader, collator_of
 from odb.integrations.schedule import Position, follow
-from odb.integrations.source import rebuilt
+from odb.integrations.source import place_of, rebuilt
 from odb.loader import ODBDataLoader
 from odb.metrics import LoaderStats
 from odb.step import ODBStepInfo, scale_loss
@@ -55,6 +55,7 @@ TRAINER_LOSS = ("auto", "global", "local", "mean")
 #: Arguments of the paper's package that have nothing to switch here, with the only value that makes sense.
 _ALWAYS = {"replace_train_dataloader": True}
 _WITHOUT_EFFECT = ("max_steps_policy", "require_batch_size_one", "require_workers", "validate_pipeline")
+_REMEDY = "With TrainingArguments(ignore_data_skip=True) it goes on with model and optimizer, at the start of an epoch"
 #: Of `LoaderStats`: what goes into the Trainer's own logs.
 _LOGGED = ("padding", "idle_share", "wait_s", "emitted_samples", "real_tokens")
 
@@ -115,7 +116,7 @@ class ODBTrainerBridge:
             _check_accumulation(self.handle, self.args.gradient_accumulation_steps)
         else:
             self.close()
-            rank, world_size = self._place()
+            rank, world_size = place_of(options, self.args.process_index, self.args.world_size)
             options = {"collate_fn": collator_of(plain.collate_fn)} | options
             self.handle = rebuilt(plain, rank=rank, world_size=world_size, seed=_seed(self.args), options=options)
         self.state = Progress(samples_per_epoch=self._samples_per_epoch())
@@ -130,10 +131,10 @@ class ODBTrainerBridge:
             accumulation["label_shift"] = _shifts_labels(self.trainer)
         return accumulation | self.options
 
-    def _place(self) -> tuple[int, int]:
-        if "dp_rank" in self.options:
-            return self.options["dp_rank"], self.options["dp_world_size"]
-        return self.args.process_index, self.args.world_size
+    @property
+    def _world_size(self) -> int:
+        assert self.handle is not None
+        return self.handle.world_size
 
     def _samples_per_epoch(self) -> int | None:
         assert self.handle is not None
@@ -284,7 +285,7 @@ class ODBTrainerBridge:
         if kind == "mean":
             factor = factor * info.loss_scale
         elif kind == "local":
-            factor = factor * num_items * self._place()[1] / info.window_loss_tokens
+            factor = factor * num_items * self._world_size / info.window_loss_tokens
         weighed: torch.Tensor = loss * factor
         return weighed
 
@@ -298,7 +299,7 @@ class ODBTrainerBridge:
         normalises = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
         if num_items is None or not normalises or getattr(trainer, "loss_is_scaled_for_ga", None) is False:
             return "mean"
-        return "global" if self.args.average_tokens_across_devices or self._place()[1] == 1 else "local"
+        return "global" if self.args.average_tokens_across_devices or self._world_size == 1 else "local"
 
     def _is_divided(self, num_items: Any) -> bool:
         """Whether `training_step` will divide what `compute_loss` returned by the number of micro-steps."""
@@ -335,19 +336,18 @@ class ODBTrainerBridge:
         self._resume, self._done_steps = None, 0
         if checkpoint is None:
             return
-        saved = read_state(checkpoint)
-        if saved is None and not self.args.ignore_data_skip:
-            raise ConfigError(
-                f"{checkpoint} holds no odb state, so training can't go on at the batch where it stopped. With "
-                "TrainingArguments(ignore_data_skip=True) it goes on with model and optimizer, at the start of an epoch"
-            )
+        if not self.args.ignore_data_skip:
+            self._resume = read_state(checkpoint, _REMEDY)
         trainer_state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
         self._done_steps = trainer_state.global_step
-        if saved is None or self.args.ignore_data_skip:
-            epoch = int(trainer_state.epoch)
-            progress = saved["progress"] if saved else {"optimizer_steps": self._done_steps}
-            saved = {"progress": progress | {"epoch": epoch, "epoch_samples": 0}, "first_epoch": epoch}
-        self._resume = saved
+        if self._resume is not None:
+            return
+        saved: dict[str, Any] = {"progress": {"optimizer_steps": self._done_steps}}
+        with suppress(ConfigError):
+            saved = read_state(checkpoint, _REMEDY)
+        epoch = int(trainer_state.epoch)
+        saved["progress"] |= {"epoch": epoch, "epoch_samples": 0}
+        self._resume = saved | {"first_epoch": epoch}
 
     def _restore(self, saved: dict[str, Any]) -> None:
         assert self.handle is not None
@@ -355,11 +355,8 @@ class ODBTrainerBridge:
         self._samples_before = self.state.samples
         if "first_epoch" in saved:  # without the place in the epoch
             self._first_epoch = saved["first_epoch"]
-        elif is_finished(saved["loader"]):
-            self._first_epoch = epoch_of(saved["loader"]) + 1
         else:
-            self._first_epoch = epoch_of(saved["loader"])
-            self.handle.load_state_dict(saved["loader"])
+            self._first_epoch = restore_loader(self.handle, saved)
 
     def save(self, folder: str) -> None:
         """Writes the loader's state into a checkpoint. On all ranks."""
@@ -661,11 +658,13 @@ def _check_arguments(trainer: Any, bridge: ODBTrainerBridge) -> None:
             "num_train_epochs: give a number of steps, or set max_steps"
         )
     others = [n for n in ("tp", "cp", "sp") if getattr(trainer, f"get_{n}_size", lambda: 1)() > 1]
-    if others and "dp_rank" not in bridge.options:
+    if others and not {"dp_rank", "device_mesh"} & bridge.options.keys():
         raise ConfigError(
-            f"ranks that share a batch ({', '.join(others)}) must be told to odb: give dp_rank and dp_world_size, this "
-            "process's place among the data-parallel groups"
+            f"ranks that share a batch ({', '.join(others)}) must be told to odb: give device_mesh, or dp_rank and "
+            "dp_world_size"
         )
+    if not _is_ours(bridge.dataloader):
+        place_of(bridge.options, 0, 1)
 
 
 def _check_accumulation(loader: ODBDataLoader, num_steps: int) -> None:

@@ -18,8 +18,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from odb.config import make_config
 from odb.errors import ConfigError
-from odb.loader import ODBDataLoader
+from odb.loader import LOADER_NAMES, ODBDataLoader
 
 logger = logging.getLogger("odb")
 
@@ -69,6 +70,18 @@ class RankStream(IterableDataset[Any]):
         for number, sample in enumerate(self.dataset):
             if number % self.world_size == self.rank:
                 yield sample
+
+
+def place_of(options: dict[str, Any], rank: int, world_size: int) -> tuple[int, int]:
+    """This process's place among the data-parallel ranks, as options say or else as given; refuses wrong options.
+
+    Raises:
+        ConfigError: an option that is unknown or wrong.
+    """
+    config = make_config({name: value for name, value in options.items() if name not in LOADER_NAMES})
+    if config.dp_rank is None or config.dp_world_size is None:
+        return rank, world_size
+    return config.dp_rank, config.dp_world_size
 
 
 def rebuilt(

@@ -1,4 +1,4 @@
-"""Label balancing of the groups that a rank emits in one round: samples and rows change places, the groups' costs don't rise."""
+"""Label balancing of the groups that a rank emits in one round: samples and rows change places, costs never rise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from odb.plan.label_search import exchange_rows, exchange_samples
+from odb.plan.label_search import exchange_rows, exchange_samples, exchange_twos
 from odb.plan.labels import PASSES, Labelled, Microbatch, RowBounds
 from odb.plan.packed import rows_of
 from odb.plan.types import I64, Measures, PlanConfig
@@ -29,7 +29,8 @@ def even_labels(config: PlanConfig, window: Measures, groups: tuple[I64, ...]) -
         multiple=config.pad_to_multiple_of,
         keeps_peak=True,
     )
-    for exchange in (exchange_rows, exchange_samples) if config.rows_per_batch > 1 else (exchange_samples,):
+    exchanges = (exchange_samples, exchange_twos) if is_packed else (exchange_samples,)
+    for exchange in (exchange_rows, *exchanges) if config.rows_per_batch > 1 else exchanges:
         for _ in range(PASSES):
             if not exchange(batches, data, bounds):
                 break

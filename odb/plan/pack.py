@@ -221,11 +221,15 @@ def exactly(sizes: I64, num_bins: int, bounds: Bounds, weights: I64 | None = Non
     assert len(rows) <= num_bins <= len(sizes), (len(rows), num_bins, len(sizes))
     if len(rows) == num_bins:
         return rows
-    if bounds.max_items is None or len(sizes) <= num_bins * bounds.max_items:
-        even = evenly(sizes, num_bins, bounds.max_items)
-        if all(_keeps(one, sizes, bounds, weights) for one in even):
-            return even
-    return halved(rows, sizes, num_bins)
+    return evenly_within(sizes, num_bins, bounds, weights) or halved(rows, sizes, num_bins)
+
+
+def evenly_within(sizes: I64, num_bins: int, bounds: Bounds, weights: I64 | None = None) -> list[I64] | None:
+    """`evenly`, None where that breaks a bound."""
+    if bounds.max_items is not None and len(sizes) > num_bins * bounds.max_items:
+        return None
+    even = evenly(sizes, num_bins, bounds.max_items)
+    return even if all(_keeps(one, sizes, bounds, weights) for one in even) else None
 
 
 def _keeps(one: I64, sizes: I64, bounds: Bounds, weights: I64 | None) -> bool:

@@ -86,12 +86,11 @@ def choose(config: PlanConfig, proposal: Proposal, agreement: Agreement, num_gro
     window, groups = proposal.window, list(proposal.groups)
     if len(groups) > num_groups or config.drop_last:
         return _overflow(config, proposal, groups, num_groups)
-    everything = np.arange(len(window))
+    rows = _rows(window, np.arange(len(window)), config, proposal.age >= config.max_age)
     if not agreement.last:
-        kept = _without_reserve(config, proposal, num_groups)
-        if -(-len(_rows(window, kept, config)) // config.rows_per_batch) <= num_groups:
-            everything = kept
-    return exactly(config, window, everything, num_groups)
+        fewer = _rows(window, _without_reserve(config, proposal, num_groups), config)
+        rows = fewer if -(-len(fewer) // config.rows_per_batch) <= num_groups else rows
+    return _exactly(config, window, rows, num_groups)
 
 
 def _overflow(config: PlanConfig, proposal: Proposal, groups: Groups, num_groups: int) -> Groups:
@@ -122,17 +121,20 @@ def _without_reserve(config: PlanConfig, proposal: Proposal, num_groups: int) ->
     return order[: len(order) - max(0, min(spare, keep, young))]
 
 
-def exactly(config: PlanConfig, window: Measures, positions: I64, num_groups: int) -> Groups:
-    """Exactly `num_groups` non-empty groups of some of a window's samples, of about equal cost."""
-    part = positions[np.argsort(window.ids[positions], kind="stable")]
+def _exactly(config: PlanConfig, window: Measures, rows: Groups, num_groups: int) -> Groups:
+    """`num_groups` non-empty groups of the samples in these rows, of about equal cost. Needs no more groups of rows."""
+    if len(rows) > num_groups:
+        per_group, more = divmod(len(rows), num_groups)
+        assert per_group + (more > 0) <= config.rows_per_batch, (len(rows), num_groups)
+        ends = np.cumsum([per_group + (number < more) for number in range(num_groups)]).tolist()
+        return [np.concatenate(rows[a:b]) for a, b in pairwise([0, *ends])]
+    part = np.concatenate(rows)
+    part = part[np.argsort(window.ids[part], kind="stable")]
     sizes, patches = packed_size(window.length[part], config), window.patches[part]
-    rows = pack.first_fit_decreasing(sizes, bounds(config), patches)
-    if len(rows) <= num_groups:
-        return [part[row] for row in pack.exactly(sizes, num_groups, bounds(config), patches)]
-    per_group, more = divmod(len(rows), num_groups)
-    ends = np.cumsum([per_group + (number < more) for number in range(num_groups)]).tolist()
-    assert max(per_group + 1 if more else per_group, 1) <= config.rows_per_batch, (len(rows), num_groups)
-    return [part[np.concatenate(rows[a:b])] for a, b in pairwise([0, *ends])]
+    even = pack.evenly_within(sizes, num_groups, bounds(config), patches)
+    if even is not None:
+        return [part[one] for one in even]
+    return pack.halved(rows, packed_size(window.length, config), num_groups)
 
 
 def within_bounds(config: PlanConfig, window: Measures, group: I64) -> I64:

@@ -11,9 +11,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from odb.plan import group
+from odb.plan import group, packed
 from odb.plan.align import settle, token_target
 from odb.plan.cost import group_cost, oversize, padded_length, validate_cost_fn
+from odb.plan.even_labels import even_labels
 from odb.plan.group import Sorted
 from odb.plan.order import by_cost, in_time
 from odb.plan.types import (
@@ -82,6 +83,8 @@ def _can_step(config: PlanConfig, window: Measures) -> bool:
         return False
     if not config.drop_last:
         return True
+    if config.layout == "packed":
+        return packed.can_make(config, window, config.grad_accum_steps)
     samples = Sorted.of(window, config)
     return int(group.complete(samples, group.greedy(samples, config), config).sum()) >= config.grad_accum_steps
 
@@ -105,16 +108,13 @@ def propose(
     window = Measures.concat([state.window, arrivals])
     age = np.concatenate([state.age, np.zeros(len(arrivals), np.int64)])
     assert not len(window) or window.length.min() >= 1, "empty samples are for the shell to reject"
-    samples = Sorted.of(window, config)
-    ends = group.greedy(samples, config)
-    if config.drop_last:
-        ends = ends[: int(group.complete(samples, ends, config).sum())]
+    groups, costs = _formed(config, window, age)
     report = Report(
         epoch=state.epoch,
         round=state.round,
         status=_status(len(window), exhausted, closed),
         num_held=len(window),
-        num_groups=len(ends),
+        num_groups=len(groups),
         held_tokens=int(window.length.sum()),
         observed_samples=state.observed_samples + len(arrivals),
         observed_tokens=state.observed_tokens + int(arrivals.length.sum()),
@@ -125,9 +125,21 @@ def propose(
         next_key=state.next_key,
         num_granted=state.num_granted,
         num_drawn=state.num_drawn + (len(arrivals) if num_used is None else num_used),
-        cost_quantiles=_quantiles(group.slice_costs(samples, ends, config)),
+        cost_quantiles=_quantiles(costs),
     )
-    return Proposal(state, window, age, group.slices(samples, ends), report)
+    return Proposal(state, window, age, groups, report)
+
+
+def _formed(config: PlanConfig, window: Measures, age: I64) -> tuple[tuple[I64, ...], I64]:
+    """The groups of a window, the complete ones with `drop_last`, and their costs."""
+    if config.layout == "packed":
+        rows = tuple(packed.propose(window, age, config))
+        return rows, packed.costs(window, rows, config)
+    samples = Sorted.of(window, config)
+    ends = group.greedy(samples, config)
+    if config.drop_last:
+        ends = ends[: int(group.complete(samples, ends, config).sum())]
+    return group.slices(samples, ends), group.slice_costs(samples, ends, config)
 
 
 def _status(num_held: int, exhausted: bool, closed: bool) -> Status:
@@ -156,6 +168,8 @@ def form(config: PlanConfig, proposal: Proposal, agreement: Agreement, rank: int
         return Plan(proposal, agreement, (), carry, dropped, np.zeros((0, 3), np.int64))
     groups = _choose(config, proposal, agreement, int(agreement.num_emitting[rank]))
     assert len(groups) == agreement.num_emitting[rank], (len(groups), agreement.num_emitting)
+    if config.balance == "labels":
+        groups = even_labels(config, proposal.window, groups)
     slots = _in_order(config, proposal.window, groups, agreement)
     left = np.setdiff1d(everything, np.concatenate([*groups, _NONE]), assume_unique=True)
     carry, dropped = (_NONE, left) if agreement.last else (left, _NONE)
@@ -166,6 +180,8 @@ def _choose(config: PlanConfig, proposal: Proposal, agreement: Agreement, num_gr
     """Exactly `num_groups` groups of the window: all of it where that many can hold it and nothing may stay."""
     if not num_groups:
         return ()
+    if config.layout == "packed":
+        return tuple(packed.choose(config, proposal, agreement, num_groups))
     samples = Sorted.of(proposal.window, config)
     age = proposal.age[samples.position]
     is_more = len(proposal.groups) > num_groups
@@ -246,13 +262,18 @@ def _reserve(config: PlanConfig, proposal: Proposal, samples: Sorted, num_groups
 
 
 def _in_order(config: PlanConfig, window: Measures, groups: tuple[I64, ...], agreement: Agreement) -> tuple[I64, ...]:
-    rows = np.array([len(g) for g in groups], np.int64)
-    longest = padded_length(np.array([window.length[g].max() for g in groups], np.int64), config)
     first_ids = np.array([window.ids[g[0]] for g in groups], np.int64)
-    ranked = [groups[i] for i in by_cost(group_cost(rows, longest, config), first_ids)]
+    ranked = [groups[i] for i in by_cost(_costs(config, window, groups), first_ids)]
     ranked += [_NONE] * (agreement.num_steps - len(groups))
     num_full = int(agreement.num_emitting.min())
     return tuple(ranked[i] for i in in_time(agreement.num_steps, config, agreement.epoch, agreement.round, num_full))
+
+
+def _costs(config: PlanConfig, window: Measures, groups: tuple[I64, ...]) -> I64:
+    if config.layout == "packed":
+        return packed.costs(window, groups, config)
+    rows = np.array([len(g) for g in groups], np.int64)
+    return group_cost(rows, padded_length(np.array([window.length[g].max() for g in groups], np.int64), config), config)
 
 
 def _totals(window: Measures, slots: tuple[I64, ...]) -> I64:
@@ -303,6 +324,8 @@ def refit(config: PlanConfig, window: Measures, slots: tuple[I64, ...]) -> tuple
 
 
 def _within_bounds(config: PlanConfig, window: Measures, positions: I64) -> I64:
+    if config.layout == "packed":
+        return packed.within_bounds(config, window, positions)
     samples = Sorted.of(window.take(positions), config)
     cost = group_cost(np.array([len(positions)]), samples.padded[:1], config)
     patches = config.max_patches is not None and samples.patches.sum() > config.max_patches
@@ -380,17 +403,15 @@ def _steps(config: PlanConfig, plan: Plan, all_totals: I64, world_size: int) -> 
     syncs = sync_flags(num_steps, config.grad_accum_steps)
     steps = []
     for k, positions in enumerate(plan.groups[:num_steps]):
-        rows = len(positions)
-        longest = plan.proposal.window.length[positions].max(initial=0, keepdims=True)
-        padded = padded_length(longest, config)
+        rows, width, cost = _shape(config, plan.proposal.window.length[positions])
         local, everyone = totals[k].tolist(), all_totals[k].tolist()
         steps.append(
             StepPlan(
                 step=plan.proposal.state.step + k,
                 ids=plan.proposal.window.ids[positions],
-                idle=not rows,
+                idle=not len(positions),
                 rows=rows,
-                padded_len=int(padded[0]),
+                padded_len=width,
                 local_samples=local[0],
                 local_tokens=local[1],
                 local_loss_tokens=local[2],
@@ -401,7 +422,16 @@ def _steps(config: PlanConfig, plan: Plan, all_totals: I64, world_size: int) -> 
                 window_samples=int(windows[k, SAMPLES]),
                 loss_scale=float(scales[k]),
                 sync_gradients=bool(syncs[k]),
-                cost=int(group_cost(np.array([rows]), padded, config)[0]) if rows else 0,
+                cost=cost,
             )
         )
     return tuple(steps)
+
+
+def _shape(config: PlanConfig, length: I64) -> tuple[int, int, int]:
+    """Rows, padded row length and cost of a batch whose samples have these lengths; zeros for none."""
+    if config.layout == "packed":
+        return *packed.shape(length, config), packed.cost(length, config)
+    rows = len(length)
+    padded = padded_length(length.max(initial=0, keepdims=True), config)
+    return rows, int(padded[0]), int(group_cost(np.array([rows]), padded, config)[0]) if rows else 0

@@ -30,8 +30,9 @@ class MultipackBatchSampler(PlannedBatchSampler):
         capacity: tokens of a row at most.
         rows_per_batch: rows of a batch; the last batch may be short of some and is dropped with `drop_last`.
         max_samples: samples of a row at most.
-        window: samples that are packed together; what fills no row waits for the next window. None: the whole epoch,
-            which fills best, and puts the same lengths together in every epoch.
+        window: samples of the shuffled epoch that are packed together; what fills no row waits for the next window.
+            None: the whole epoch, which fills best, but puts like lengths together in every epoch and leaves label
+            balancing little to exchange.
         sequential: keep the order: a row closes when the next sample does not fit. Fills less.
         label_counts: labels of each sample that bear loss (see `label_counts_of`); evens them over batches and updates.
         label_starts: 1 for samples that lose a label when they open a row; leave it out with odb's collators, which mask
@@ -52,7 +53,7 @@ class MultipackBatchSampler(PlannedBatchSampler):
         *,
         rows_per_batch: int = 1,
         max_samples: int | None = None,
-        window: int | None = None,
+        window: int | None = 1024,
         sequential: bool = False,
         label_counts: Any = None,
         label_starts: Any = None,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from odb.errors import ConfigError
-from odb.plan import grants
+from odb.plan import grants, packed
 from odb.plan import round as protocol
 from odb.plan.cost import group_cost, padded_length
 from odb.plan.types import I64, Agreement, Measures, Plan, PlanConfig, RoundState
@@ -26,7 +26,7 @@ class Trace:
 
     Attributes:
         costs: (S, W) int64, what each rank's group costs; 0 where it is idle.
-        padded_len: (S, W) int64, its padded row length.
+        padded_len: (S, W) int64, its padded row length; of the longest row where a batch has several packed ones.
         tokens: (S, W) int64, real tokens of it.
         samples: (S, W) int64, samples of it.
         step_of: (n,) int64, the step in which each sample of the global order left; -1: not emitted.
@@ -153,9 +153,13 @@ class _Log:
         rows = np.array([len(s) for s in slots], np.int64)
         if len(slots):
             self._step_of[window.ids[np.concatenate(slots)]] = self._first_step + np.repeat(np.arange(num_steps), rows)
-        longest = np.array([window.length[s].max(initial=0) for s in slots], np.int64)
-        padded = padded_length(longest, self._config)
-        cost = np.where(rows > 0, group_cost(rows, padded, self._config), 0)
+        if self._config.layout == "packed":
+            cost = packed.costs(window, slots, self._config)
+            padded = np.array([packed.shape(window.length[s], self._config)[1] for s in slots], np.int64)
+        else:
+            longest = np.array([window.length[s].max(initial=0) for s in slots], np.int64)
+            padded = padded_length(longest, self._config)
+            cost = np.where(rows > 0, group_cost(rows, padded, self._config), 0)
         self._rows.append(np.stack([cost, padded, plan.totals[:num_steps, 1], rows]))
         self._max_held = max(self._max_held, proposal.report.held_tokens)
         self._max_waiting = max(self._max_waiting, num_waiting)

@@ -251,6 +251,30 @@ def papers_form() -> dict[str, Any]:
     return out
 
 
+def refused() -> dict[str, str]:
+    """What can't be done, in words that name it."""
+    out = {}
+    bare = odb.ODBDataLoader(Chats(8), token_budget=100, collate_fn=collate)
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "auto_find_batch_size": ({"auto_find_batch_size": True}, {"token_budget": 100}),
+        "eval_steps": ({"eval_steps": 0.5}, {"token_budget": 100}),
+        "token_budget": ({}, {}),
+        "max_sample": ({}, {"token_budget": 100, "max_sample": 3}),
+        "grad_accum_steps": ({"gradient_accumulation_steps": 2}, {"dataloader": bare}),
+        "scheduler_total": ({"max_steps": 3}, {"token_budget": 100, "scheduler_progress": "tokens"}),
+        "replace_train_dataloader": ({}, {"token_budget": 100, "replace_train_dataloader": False}),
+    }
+    for name, (changes, options) in cases.items():
+        trainer = Trainer(make_model(), arguments("refused", **changes), train_dataset=Chats(8), data_collator=collate)
+        try:
+            enable_odb(trainer, **options)
+            trainer.train()
+        except odb.errors.ConfigError as error:
+            out[name] = str(error)
+    bare.close()
+    return out
+
+
 def on_one_rank() -> None:
     """Goes on alone where two ranks stopped."""
     trainer = make("run", 61, num_train_epochs=1, gradient_accumulation_steps=2)
@@ -269,7 +293,7 @@ def main() -> None:
     trainer, values = whole_run()
     say(whole=values)
     say(resumed=resumed(trainer), seconds_resumed=time.time() - begun)
-    say(lengths=other_lengths())
+    say(lengths=other_lengths(), refused=refused())
     say(paper=papers_form(), seconds=time.time() - begun)
     dist.destroy_process_group()
 

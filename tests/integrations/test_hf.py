@@ -125,3 +125,19 @@ def test_the_papers_calls(seen: dict[str, Any]) -> None:
     assert paper["mine"] == 40  # sharded once
     assert paper["emitted"] == 80
     assert "ignore_data_skip" in paper["no_state"]
+
+
+def test_refusals_name_what_they_refuse(seen: dict[str, Any]) -> None:
+    refused = seen["refused"]
+    expected = [
+        "auto_find_batch_size",
+        "eval_steps",
+        "token_budget",
+        "max_sample",
+        "grad_accum_steps",
+        "scheduler_total",
+    ]
+    assert set(refused) == {*expected, "replace_train_dataloader"}
+    for name, text in refused.items():
+        assert name in text
+    assert "max_samples" in refused["max_sample"]

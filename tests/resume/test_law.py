@@ -128,12 +128,13 @@ GRID: dict[str, dict[str, Any]] = {
     "quota": {"join": False, "sample_quota": 120, "grad_accum_steps": 2},
     "published": {"policy": "published"},
 }
+#: Starting processes is what takes the time: those kinds in which feeding differs.
+WITH_WORKERS = [(num, name) for num in (1, 3) for name in ("static", "accumulation 3", "quota")]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", GRID)
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize(("num_workers", "name"), [*((0, name) for name in GRID), *WITH_WORKERS])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_whole_grid(world_size: int, num_workers: int, name: str) -> None:
     """Every step of the first and of the second epoch is a place to stop, at optimizer steps and between them."""

@@ -34,6 +34,7 @@ MAKERS: dict[str, Make] = {
     "multipack": lambda **k: MultipackBatchSampler(LENGTHS, 512, **k),
     "multipack rows": lambda **k: MultipackBatchSampler(LENGTHS, 512, rows_per_batch=3, max_samples=9, **k),
     "multipack window": lambda **k: MultipackBatchSampler(LENGTHS, 512, window=64, **k),
+    "multipack whole": lambda **k: MultipackBatchSampler(LENGTHS, 512, window=None, **k),
     "multipack sequential": lambda **k: MultipackBatchSampler(LENGTHS, 512, sequential=True, **k),
     "multipack labels": lambda **k: MultipackBatchSampler(LENGTHS, 512, label_counts=COUNTS, **k),
     "labels padded": lambda **k: LabelBalancedBatchSampler(LENGTHS, COUNTS, 4, **k),

@@ -1,0 +1,108 @@
+"""Everything that can go wrong in a run, with real processes: every rank gets an error that says who and why, and ends.
+
+`program.FAILURES` is the table; each row is run here on two ranks, some on three, and under `make soak` all of them on
+two and three ranks, with every start method, without workers, and under torchrun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from program import FAILURES, NUM_SAMPLES, Failure, Sees
+from worlds import Launcher, Result, run_under_torchrun
+
+pytestmark = pytest.mark.timeout(120)
+
+LIMIT_S = 60.0
+ON_THREE = (
+    "dataset raises",
+    "training process killed",
+    "training process of rank 0 killed",
+    "another dataset length",
+    "training loop raises",
+)
+#: Mostly waiting.
+SLOW = ("all of rank 0 stopped",)
+METHODS = ("fork", "spawn", "forkserver", "inline")
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.close()
+
+
+def check(name: str, result: Result, has_statuses: bool = True) -> None:
+    """Every rank saw what it must, in time, and nothing is left of its loader."""
+    failure, world_size = FAILURES[name], len(result.reports)
+    if any(report and "can't mount" in report["text"] for report in result.reports):
+        pytest.skip("a /dev/shm of its own needs the right to mount")
+    culprit = failure.rank_of_culprit(world_size)
+    for rank, report in enumerate(result.reports):
+        expected = failure.culprit if rank == culprit else failure.peers
+        if expected is None:
+            assert report is None, result
+            assert not has_statuses or result.statuses[rank] == -9, result
+            continue
+        assert report is not None, f"rank {rank} wrote no report\n{result}"
+        check_report(report, expected, culprit, f"rank {rank}\n{result}")
+        if rank != culprit and failure.names_culprit and expected.types:
+            assert culprit in report["ranks"], f"rank {rank} does not name rank {culprit}\n{result}"
+        if has_statuses:
+            assert (result.statuses[rank] != 0) == bool(expected.types), f"status of rank {rank}\n{result}"
+    check_times(failure, result, culprit)
+    if failure.peers.types == ():
+        ids = [i for report in result.reports if report for i in report["ids"]]
+        assert sorted(ids) == list(range(NUM_SAMPLES)), result
+
+
+def check_report(report: dict, expected: Sees, culprit: int, context: str) -> None:
+    if not expected.types:
+        assert report["types"] == [], context
+    else:
+        assert set(expected.types) & set(report["types"]), f"{expected.types} is not what was raised on {context}"
+    missing = [word for word in expected.words if word.replace("{c}", str(culprit)) not in report["text"]]
+    assert not missing, f"{missing} is missing on {context}"
+    assert report["left"] == [], f"left behind: {report['left']} on {context}"
+
+
+def check_times(failure: Failure, result: Result, culprit: int) -> None:
+    """From the failure to the error, on all ranks but one that was stopped and can't see anything before it is woken."""
+    if not result.event:  # nothing happens at a certain moment: ranks that disagree learn it when they first meet
+        return
+    for rank, report in enumerate(result.reports):
+        if report is None or (result.event["what"] and rank == culprit):
+            continue
+        seconds = report["at"] - result.event["at"]
+        assert seconds < failure.limit_s, f"rank {rank} took {seconds:.1f} s\n{result}"
+
+
+@pytest.mark.parametrize("name", [name for name in FAILURES if name not in SLOW])
+def test_two_ranks(launcher: Launcher, name: str) -> None:
+    check(name, launcher.run(name, 2, "fork", LIMIT_S))
+
+
+@pytest.mark.parametrize("name", ON_THREE)
+def test_three_ranks(launcher: Launcher, name: str) -> None:
+    check(name, launcher.run(name, 3, "fork", LIMIT_S))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", FAILURES)
+def test_every_start_method(launcher: Launcher, name: str, world_size: int, method: str) -> None:
+    if method == "inline" and not FAILURES[name].inline:
+        pytest.skip("there is no such process without workers")
+    check(name, launcher.run(name, world_size, method, LIMIT_S))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", FAILURES)
+def test_under_torchrun(name: str, world_size: int) -> None:
+    result, status = run_under_torchrun(name, world_size, "fork", 100)
+    check(name, result, has_statuses=False)
+    assert (status != 0) == bool(FAILURES[name].peers.types), result
