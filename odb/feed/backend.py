@@ -109,7 +109,7 @@ class ProcessBackend:
         use_signal = supervise.can_use_signal(self._context)
         ends: tuple[Channel, ...] = ()
         try:
-            ends = self._channel, remote = channel_pair()
+            ends = self._channel, remote = channel_pair(num_blocks=spec.ready_batches + 2)
             self._process = supervise.start(self._context, run, (spec, remote, os.getpid(), use_signal), "odb-collate")
         except Exception as error:
             for end in ends:

@@ -1,7 +1,8 @@
 """A two-way link between two processes of one machine that carries whole objects.
 
 A message is a header of `_HEADER.size` bytes on a socket pair, followed by its body if that is small. A larger body is
-written into anonymous memory (`memfd_create`) whose descriptor goes along with the header. So messages in flight cost the
+written into a block of the link's `Ring` and copied out of it, or, where it is larger than a block or none is free, into
+anonymous memory (`memfd_create`) whose descriptor goes along with the header. So messages in flight cost the
 socket a few bytes each, a send practically never waits for the receiver, and nothing has a name in /dev/shm, whose size
 limit doesn't apply either. The receiver closes the descriptor before `recv` returns: a batch that is kept costs memory
 only. Where there is no `memfd_create`, every body goes through the socket.
@@ -36,16 +37,17 @@ from multiprocessing import context
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from odb.errors import ChannelClosed
 from odb.feed import handoff
+from odb.feed.body import Body, Bytes, split
+from odb.feed.ring import Ring, make_ring
 
-_HEADER = struct.Struct("<4sIqqq")  # magic, 1 if a descriptor goes along, bytes of the body, of its stream, buffers
+#: Magic; where the body is (a block's number, or one of the two below); bytes of the body, of its stream; buffers.
+_HEADER = struct.Struct("<4siqqq")
+_IN_SOCKET, _IN_MEMORY = -1, -2
 _MAGIC = b"odb1"
-_ALIGN = 64  # bytes: a cache line, and enough for every vector instruction
-_ZEROS = bytes(_ALIGN)
 _MAX_VECTORS = 512  # buffers per writev; the least that systems allow today is 1024
 _HAS_MEMFD = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
 
@@ -54,19 +56,26 @@ INLINE_LIMIT = 16 * 1024 if _HAS_MEMFD else sys.maxsize
 #: Bodies from this many bytes on are mapped, smaller ones are copied into fresh memory. Copying reuses memory that is mapped
 #: already, which wins for small bodies; from about a megabyte on, page faults and the copy itself cost more than a mapping.
 MAP_FROM = 1024 * 1024
+#: Larger bodies get memory of their own.
+BLOCK_BYTES = 8 * 1024 * 1024
 _RETRY_S = 0.005  # after a refusal that nothing tells the end of
 _SLICE_S = 0.5  # a wait looks this often whether another thread closed the channel
-
-_Bytes = npt.NDArray[np.uint8]
 
 
 class Channel:
     """One end of a link. Safe to use from several threads; messages of one thread keep their order."""
 
-    def __init__(self, sock: socket.socket, inline_limit: int = INLINE_LIMIT, map_from: int = MAP_FROM) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        inline_limit: int = INLINE_LIMIT,
+        map_from: int = MAP_FROM,
+        rings: tuple[Ring | None, Ring | None] = (None, None),
+    ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._limits = (inline_limit, map_from)
+        self._rings = rings  # of what this end sends, of what it receives
         # Reentrant, because an interruption may strike between taking a lock and being ready to give it back.
         self._sending = threading.RLock()
         self._receiving = threading.RLock()
@@ -93,12 +102,16 @@ class Channel:
         with _held(self._sending, deadline, "send"):
             self._close_if_amid(0)  # the one that was interrupted may not have come to that
             self._check_open()
-            data, fd = self._encode(packed)
+            data, fd, block = self._encode(packed)
+            is_sent = False
             try:
                 self._send_all(memoryview(data), [] if fd is None else [fd], deadline)
+                is_sent = True
             finally:
                 if fd is not None:
                     os.close(fd)
+                if not is_sent and block is not None and self._rings[0] is not None:
+                    self._rings[0].release(block)
                 self._close_if_amid(0)
 
     def recv(self, timeout: float | None = None, place: handoff.Place | None = None) -> Any:
@@ -148,7 +161,7 @@ class Channel:
 
     def __reduce__(self) -> Any:
         context.assert_spawning(self)  # pragma: no branch - raises unless a process is being started
-        return Channel, (self._sock, *self._limits)
+        return Channel, (self._sock, *self._limits, self._rings)
 
     def __del__(self) -> None:
         if hasattr(self, "_amid_message"):
@@ -156,15 +169,26 @@ class Channel:
 
     # Sending
 
-    def _encode(self, packed: handoff.Packed) -> tuple[bytes, int | None]:
-        """What goes through the socket, and the descriptor that goes along."""
-        sizes = np.array([len(b) for b in packed.buffers], np.int64)
-        parts = [sizes.tobytes(), packed.head, *packed.buffers]
-        body = list(_padded(parts))
-        num_bytes = sum(len(part) for part in body)
-        fd = _memory_with(body) if num_bytes > self._limits[0] else None
-        header = _HEADER.pack(_MAGIC, fd is not None, num_bytes, len(packed.head), len(sizes))
-        return (header if fd is not None else b"".join([header, *body])), fd
+    def _encode(self, packed: handoff.Packed) -> tuple[bytes, int | None, int | None]:
+        """What goes through the socket, the descriptor that goes along, and the block that holds the body."""
+        body = Body(packed.head, packed.buffers, [len(buffer) for buffer in packed.buffers])
+        num_bytes = body.num_bytes
+        fd = block = None
+        if num_bytes > self._limits[0]:
+            block = self._written_into_block(body, num_bytes)
+            fd = memory_with(body) if block is None else None
+        place = block if block is not None else _IN_SOCKET if fd is None else _IN_MEMORY
+        header = _HEADER.pack(_MAGIC, place, num_bytes, len(packed.head), len(packed.buffers))
+        return (header if place != _IN_SOCKET else b"".join([header, *body.pieces()])), fd, block
+
+    def _written_into_block(self, body: Body, num_bytes: int) -> int | None:
+        ring = self._rings[0]
+        if ring is None or num_bytes > ring.capacity:
+            return None
+        block = ring.claim()
+        if block is not None:
+            body.write_into(ring.block(block, num_bytes))
+        return block
 
     def _send_all(self, data: memoryview, fds: list[int], deadline: float | None) -> None:
         begun = False
@@ -202,16 +226,18 @@ class Channel:
 
     def _forget_incoming(self) -> None:
         self._header = bytearray(_HEADER.size)
-        self._body: _Bytes | None = None
+        self._body: Bytes | None = None
         self._num_received = 0  # bytes of the header, or of the body once that is expected
         self._fds: list[int] = []
 
     def _receive_message(self, deadline: float | None) -> tuple[memoryview, list[memoryview]]:
         if self._body is None:
             self._receive_into(memoryview(self._header), deadline)
-        _, has_fd, num_bytes, num_head_bytes, num_buffers = self._parse_header()
+        _, place, num_bytes, num_head_bytes, num_buffers = self._parse_header()
         self._amid_message[1] = True
-        if has_fd:
+        if place >= 0:
+            self._body = self._copied_block(place, num_bytes)
+        elif place == _IN_MEMORY:
             self._body = self._open_body(num_bytes)
         else:
             if self._body is None:
@@ -220,7 +246,7 @@ class Channel:
         body = self._body.data
         self._forget_incoming()
         self._amid_message[1] = False
-        return _split(body, num_head_bytes, num_buffers)
+        return split(body, num_head_bytes, num_buffers)
 
     def _receive_into(self, target: memoryview, deadline: float | None) -> None:
         while self._num_received < len(target):
@@ -250,14 +276,25 @@ class Channel:
 
     def _parse_header(self) -> tuple[Any, ...]:
         fields = _HEADER.unpack(self._header)
-        if fields[0] != _MAGIC or fields[1] != len(self._fds):
+        if fields[0] != _MAGIC or (fields[1] == _IN_MEMORY) != len(self._fds) or not self._is_block(fields[1]):
             raise self._lost(OSError(f"the stream is out of step: a message begins with {fields[0]!r}"))
         return fields
 
-    def _open_body(self, num_bytes: int) -> _Bytes:
+    def _is_block(self, place: int) -> bool:
+        ring = self._rings[1]
+        return place < 0 or (ring is not None and place < ring.num_blocks)
+
+    def _copied_block(self, block: int, num_bytes: int) -> Bytes:
+        ring = self._rings[1]
+        assert ring is not None
+        memory: Bytes = ring.block(block, num_bytes).copy()
+        ring.release(block)
+        return memory
+
+    def _open_body(self, num_bytes: int) -> Bytes:
         fd = self._fds.pop()
         try:
-            return _map(fd, num_bytes) if num_bytes >= self._limits[1] else _copy(fd, num_bytes)
+            return map_memory(fd, num_bytes) if num_bytes >= self._limits[1] else _copy(fd, num_bytes)
         finally:
             os.close(fd)
 
@@ -318,10 +355,19 @@ _live_ends: weakref.WeakSet[Channel] = weakref.WeakSet()
 _handed_over: list[Channel] = []
 
 
-def channel_pair(inline_limit: int = INLINE_LIMIT, map_from: int = MAP_FROM) -> tuple[Channel, Channel]:
-    """Two ends of a new link, both in this process. The limits are for tests and for measuring."""
+def channel_pair(
+    inline_limit: int = INLINE_LIMIT, map_from: int = MAP_FROM, num_blocks: int = 0
+) -> tuple[Channel, Channel]:
+    """Two ends of a new link, both in this process. The limits are for tests and for measuring.
+
+    `num_blocks`: of the memory that large messages from the second end to the first go through, over and over.
+    """
     ours, theirs = socket.socketpair()
-    return Channel(ours, inline_limit, map_from), Channel(theirs, inline_limit, map_from)
+    ring = make_ring(num_blocks, BLOCK_BYTES) if num_blocks and _HAS_MEMFD else None
+    return (
+        Channel(ours, inline_limit, map_from, (None, ring)),
+        Channel(theirs, inline_limit, map_from, (ring, None)),
+    )
 
 
 @contextmanager
@@ -366,32 +412,14 @@ def _held(lock: Any, deadline: float | None, verb: str) -> Iterator[None]:
         lock.release()
 
 
-def _padded(parts: list[Any]) -> Iterator[Any]:
-    for part in parts:
-        if len(part):
-            yield part
-        if len(part) % _ALIGN:
-            yield _ZEROS[: -len(part) % _ALIGN]
-
-
-def _split(body: memoryview, num_head_bytes: int, num_buffers: int) -> tuple[memoryview, list[memoryview]]:
-    """Stream and buffers of a body."""
-    sizes = np.frombuffer(body[: 8 * num_buffers], np.int64).tolist()
-    parts, start = [], 0
-    for size in (8 * num_buffers, num_head_bytes, *sizes):
-        parts.append(body[start : start + size])
-        start += size + -size % _ALIGN
-    return parts[1], parts[2:]
-
-
-def _memory_with(parts: list[Any]) -> int | None:
-    """Anonymous memory that holds `parts`, or None where the system refuses: then the socket has to do."""
+def memory_with(body: Body) -> int | None:
+    """Descriptor of anonymous memory that holds `body`, or None where the system refuses: then the socket has to do."""
     try:
         fd = os.memfd_create("odb", os.MFD_CLOEXEC)
     except (AttributeError, OSError):
         return None
     try:
-        _write_all(fd, [memoryview(part) for part in parts])
+        _write_all(fd, [memoryview(piece) for piece in body.pieces()])
     except BaseException:
         os.close(fd)
         raise
@@ -409,7 +437,7 @@ def _write_all(fd: int, parts: list[memoryview]) -> None:
             parts[first] = parts[first][num:]
 
 
-def _copy(fd: int, num_bytes: int) -> _Bytes:
+def _copy(fd: int, num_bytes: int) -> Bytes:
     """The file's content in fresh memory."""
     body = np.empty(num_bytes, np.uint8)
     view, offset = body.data, 0
@@ -421,7 +449,7 @@ def _copy(fd: int, num_bytes: int) -> _Bytes:
     return body
 
 
-def _map(fd: int, num_bytes: int) -> _Bytes:
+def map_memory(fd: int, num_bytes: int) -> Bytes:
     """The file's content where it is, private and writable; unmapped when nothing refers to it any more.
 
     PyTorch's mapping holds no descriptor, unlike that of `mmap` before Python 3.13, and is undone in native code.
@@ -430,5 +458,5 @@ def _map(fd: int, num_bytes: int) -> _Bytes:
         mapped = torch.from_file(f"/proc/self/fd/{fd}", shared=False, size=num_bytes, dtype=torch.uint8)
     except RuntimeError:  # no /proc here, or no descriptor left for the second that this takes for a moment
         return _copy(fd, num_bytes)
-    body: _Bytes = mapped.numpy()
+    body: Bytes = mapped.numpy()
     return body

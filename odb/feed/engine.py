@@ -16,9 +16,9 @@ import numpy as np
 
 from odb.errors import DisagreementError, MeasureError
 from odb.exchange.base import Exchange
+from odb.feed.chunk import Record
 from odb.feed.cut import PIECE, pieces, sample_of
 from odb.feed.measure import Measure
-from odb.feed.source import Record
 from odb.plan import cost
 from odb.plan import round as protocol
 from odb.plan.types import I64, Agreement, Measures, PlanConfig, RoundState, StepPlan, Verdict
@@ -175,7 +175,10 @@ class EpochJob:
     def _emit(self, steps: tuple[StepPlan, ...]) -> Iterator[Emission]:
         for step in steps:
             records = [self._held.pop(identity) for identity in step.ids.tolist()]
-            yield Emission(step, [r.sample for r in records], [r.measure for r in records])
+            emission = Emission(step, [r.take() for r in records], [r.measure for r in records])
+            del records  # their memory goes with the batch
+            yield emission
+            del emission
 
     def _stand_ins(self, steps: tuple[StepPlan, ...]) -> I64:
         """See `RoundMark.stand_ins`: the first of the shortest samples of the last real group."""
@@ -369,7 +372,7 @@ class EpochJob:
         assert record.measure is not None and self.measure is not None
         capacity = cost.row_capacity(self.config)
         try:
-            parts = pieces(record.sample, record.measure.length, capacity)
+            parts = pieces(record.take(), record.measure.length, capacity)
         except MeasureError as error:
             raise MeasureError(f"sample {record.id} has {record.measure.length} tokens: {error}") from None
         if self.config.on_oversize == "truncate":
@@ -383,8 +386,8 @@ class EpochJob:
     def fitting(self, record: Record, number: int = 0) -> Any:
         """A record's sample to fill in for this rank; piece `number` of it where it is longer than a row and may be cut."""
         if record.measure is None or self.config.on_oversize not in ("truncate", "split"):
-            return record.sample
-        parts = pieces(record.sample, record.measure.length, cost.row_capacity(self.config))
+            return record.take()
+        parts = pieces(record.take(), record.measure.length, cost.row_capacity(self.config))
         return parts[min(number, len(parts) - 1)]
 
     def _reject(self, record: Record) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pickle import PickleBuffer
@@ -93,7 +93,7 @@ def dumps(obj: Any, name: str = "object") -> Packed:
     return Packed(stream.getvalue(), [buffer.raw() for buffer in buffers])
 
 
-def loads(head: Buffer, buffers: Sequence[Any], place: Place | None = None) -> Any:
+def loads(head: Buffer, buffers: Iterable[Any], place: Place | None = None) -> Any:
     """Rebuilds an object on top of writable `buffers`, which live on as its tensors' memory.
 
     Args:
@@ -205,7 +205,7 @@ _BUILDERS: dict[str, Callable[..., torch.Tensor]] = {"_tensor": _tensor, "_tenso
 class _Unpickler(pickle.Unpickler):
     """Rebuilds tensors where `place` puts them."""
 
-    def __init__(self, head: Buffer, buffers: Sequence[Any], place: Place) -> None:
+    def __init__(self, head: Buffer, buffers: Iterable[Any], place: Place) -> None:
         super().__init__(io.BytesIO(head), buffers=buffers)
         self._place = place
 

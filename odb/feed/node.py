@@ -15,11 +15,12 @@ from odb.exchange.base import Exchange
 from odb.exchange.gloo import GlooAddress, GlooExchange
 from odb.exchange.memory import SoloExchange
 from odb.feed.assemble import Assembler, deliveries
+from odb.feed.chunk import Record
 from odb.feed.cut import PIECE, sample_of
 from odb.feed.engine import EpochJob, ResumePoint
 from odb.feed.measure import Measurer
 from odb.feed.messages import Counts
-from odb.feed.source import Inbox, Order, Record, Source, SourceConfig, seeded
+from odb.feed.source import Inbox, Order, Source, SourceConfig, seeded
 from odb.plan.types import PlanConfig
 from odb.plan.wire import digest
 

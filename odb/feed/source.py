@@ -2,7 +2,7 @@
 
 The inner loader is PyTorch's own, used through its public interface: the user's dataset behind a thin wrapper that
 measures each sample where it is made, our index source as batch sampler (several indices a task: one hand-over costs
-as much as producing a cheap sample), and a null collate that turns a chunk of samples into one block of bytes.
+as much as producing a cheap sample), and a null collate that turns a chunk of samples into one block of memory.
 """
 
 from __future__ import annotations
@@ -12,33 +12,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from odb.errors import MeasureError
-from odb.feed.handoff import dumps_bytes, loads_bytes
-from odb.feed.measure import Measure, Measurer
+from odb.feed.chunk import Record
+from odb.feed.measure import Measurer
+from odb.feed.parcel import PostOffice
 from odb.feed.supervise import ChildWatch, guard_against_orphaning, ignore_interrupts
 
 MAX_CHUNK = 32  # larger ones gain nothing; the first ones are smaller, so that the first batch comes early
 FIRST_CHUNK = 4
 _BLOCK = 1 << 16
-
-
-class Record(NamedTuple):
-    """One sample view: its identity, the processed sample, its measure; or why it was rejected.
-
-    A tuple, since it is pickled per sample: a frozen dataclass costs several times as much.
-    """
-
-    id: int
-    sample: Any
-    measure: Measure | None
-    rejected: str = ""  # reason: "empty" or "sample_error"
-    text: str = ""  # of the error
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +252,6 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
-def pack_chunk(records: list[Record]) -> bytes:
-    """The null collate: a chunk of records as one block of bytes, tensors by value."""
-    return dumps_bytes(records)
-
-
 def keep_chunk(records: list[Record]) -> list[Record]:
     """The null collate where no process border is crossed."""
     return records
@@ -331,16 +314,17 @@ class Source:
         self._generator = torch.Generator()
         self._iterator: Iterator[Any] | None = None
         self._number = 0
-        self._is_packed = workers > 0
+        prefetch = max(2, -(-config.prefetch_samples // chunk))
+        self._post_office = PostOffice(workers, prefetch + 2)
         kwargs: dict[str, Any] = {
             "num_workers": workers,
-            "collate_fn": pack_chunk if workers else keep_chunk,
+            "collate_fn": self._post_office.packer if workers else keep_chunk,
             "generator": self._generator,
             "timeout": config.timeout if workers else 0,
             "worker_init_fn": WorkerInit(collate_pid, use_signal, config.worker_init_fn) if workers else None,
         }
         if workers:
-            kwargs["prefetch_factor"] = max(2, -(-config.prefetch_samples // chunk))
+            kwargs["prefetch_factor"] = prefetch
             kwargs["persistent_workers"] = config.persistent_workers
             kwargs["multiprocessing_context"] = config.multiprocessing_context
         self.loader: DataLoader[Any] = self._make_loader(chunk, kwargs)
@@ -367,6 +351,7 @@ class Source:
             self._order = order
         if self.config.num_workers and not self.config.persistent_workers:
             self._iterator = None  # the last epoch's workers go before the new ones come
+            self._post_office.reset()
         self._iterator = iter(self.loader)
         self.children.install()
 
@@ -377,7 +362,7 @@ class Source:
             chunk = next(self._iterator)
         except StopIteration:
             return None
-        records: list[Record] = loads_bytes(chunk) if self._is_packed else chunk
+        records: list[Record] = chunk.open() if self.config.num_workers else chunk
         return self._numbered(records) if self.config.is_iterable else records
 
     def _numbered(self, records: list[Record]) -> list[Record]:

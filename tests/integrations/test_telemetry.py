@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,12 +120,11 @@ def test_a_logger_is_enough(caplog: pytest.LogCaptureFixture, loader: odb.ODBDat
 # ---- advice
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture, loader: odb.ODBDataLoader, pause_s: float = 0.0) -> list[str]:
+def warnings_of(caplog: pytest.LogCaptureFixture, loader: odb.ODBDataLoader) -> list[str]:
     caplog.clear()
     reporter = telemetry.Telemetry(loader, every=25)
     with caplog.at_level(logging.WARNING, logger="odb"):
         for _ in loader:
-            time.sleep(pause_s)
             reporter.step()
     return [record.message for record in caplog.records if record.name == "odb"]
 
@@ -146,9 +144,20 @@ def test_slow_samples_name_num_workers(caplog: pytest.LogCaptureFixture) -> None
     assert len(said) == 1 and "waited" in said[0] and "num_workers" in said[0]
 
 
+def test_an_epochs_first_batch_is_no_waiting() -> None:
+    dataset = LengthsDataset([10] * 60, sleep={0: 0.5})
+    with odb.ODBDataLoader(dataset, token_budget=20, collate_fn=collate) as loader:
+        (report,) = drive(loader, every=30)
+    assert report["odb/wait_s"] > 0.5
+    assert report["odb/interval/wait_share"] < 0.5  # of a time that was nearly all waiting for the first batch
+
+
 def test_nothing_is_said_where_nothing_is_high(caplog: pytest.LogCaptureFixture) -> None:
-    with make_loader([10] * 120, 20) as loader:
-        assert warnings_of(caplog, loader, pause_s=0.003) == []
+    fair = odb.LoaderStats(steps=100, idle_steps=4, real_tokens=80, padded_tokens=100, wait_s=1.5)
+    few = odb.LoaderStats(steps=5, idle_steps=4, real_tokens=10, padded_tokens=100, wait_s=9.0)
+    with caplog.at_level(logging.WARNING, logger="odb"):
+        assert [common.Advisor().check(stats, elapsed_s=10.0, num_workers=0) for stats in (fair, few)] == [[], []]
+    assert not caplog.records
 
 
 def test_fillers_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,178 @@
+"""How chunks get from the inner workers to the collate process.
+
+The worker's queue carries a few numbers; the chunk itself lies in a block of the worker's `Ring`, and is copied out of it
+on arrival. A chunk that is too large for a block gets anonymous memory of its own, which the collate process maps by way
+of /proc: such samples move without being copied. Where neither is possible, the queue carries the bytes.
+
+A block is free again once its parcel has been opened, or thrown away unopened (of an epoch that was left).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from odb.feed.body import Body, Bytes
+from odb.feed.channel import map_memory, memory_with
+from odb.feed.chunk import Record, pack, unpack
+from odb.feed.ring import Ring, make_ring
+
+#: Bytes of a block: above this a mapping costs less than the copy, below it more.
+BLOCK_BYTES = 4 << 20
+
+_tokens = itertools.count()
+_post_offices: weakref.WeakValueDictionary[int, PostOffice] = weakref.WeakValueDictionary()
+
+
+class PostOffice:
+    """The collate process's end for all workers of one inner loader. Make it before the workers.
+
+    Args:
+        num_workers: of the inner loader.
+        num_blocks: per worker; as many as it may have tasks under way, and some.
+    """
+
+    def __init__(self, num_workers: int, num_blocks: int) -> None:
+        self.rings = [make_ring(num_blocks, BLOCK_BYTES) for _ in range(num_workers)]
+        self._token = next(_tokens)
+        _post_offices[self._token] = self
+
+    @property
+    def packer(self) -> Packer:
+        """The inner loader's `collate_fn`."""
+        return Packer(self._token, self.rings)
+
+    def reset(self) -> None:
+        """New workers begin: what older ones left unopened is forgotten."""
+        for ring in self.rings:
+            if ring is not None:
+                ring.reset()
+
+
+class Parcel:
+    """A chunk that has arrived."""
+
+    def __init__(self, layout: tuple[int, int], place: Place, data: bytes = b"") -> None:
+        self._layout = layout  # bytes of the stream, number of buffers
+        self._place = place
+        self._data = data
+        post_office = _post_offices.get(place.token)
+        self._ring = post_office.rings[place.worker] if post_office is not None else None
+
+    def open(self) -> list[Record]:
+        """The records."""
+        return unpack(self._block().data, *self._layout)
+
+    def _block(self) -> Bytes:
+        place = self._place
+        if place.block < 0:
+            self._try_lending()
+            return np.frombuffer(bytearray(self._data), np.uint8)
+        assert self._ring is not None
+        if place.fd < 0:
+            memory: Bytes = self._ring.block(place.block, place.num_bytes).copy()
+        else:
+            memory = _mapped(place)
+        self._release()
+        return memory
+
+    def _try_lending(self) -> None:
+        """Finds out whether this process may open the worker's descriptors."""
+        if self._ring is not None and self._place.fd >= 0:
+            try:
+                os.close(os.open(f"/proc/{self._place.pid}/fd/{self._place.fd}", os.O_RDWR | os.O_CLOEXEC))
+            except OSError:
+                return
+            self._ring.may_lend = True
+
+    def _release(self) -> None:
+        if self._ring is not None and self._place.block >= 0:
+            self._ring.release(self._place.block)
+            self._ring = None
+
+    def __del__(self) -> None:
+        self._release()
+
+
+def _mapped(place: Place) -> Bytes:
+    fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return map_memory(fd, place.num_bytes)
+    finally:
+        os.close(fd)
+
+
+class Place:
+    """Where a chunk lies: the worker, the number of its block (-1: nowhere), a descriptor of its own (-1: in the block)."""
+
+    __slots__ = ("block", "fd", "num_bytes", "pid", "token", "worker")
+
+    def __init__(self, token: int, worker: int, num_bytes: int, block: int = -1, pid: int = 0, fd: int = -1) -> None:
+        self.token, self.worker, self.num_bytes = token, worker, num_bytes
+        self.block, self.pid, self.fd = block, pid, fd
+
+    def __reduce__(self) -> Any:
+        return Place, (self.token, self.worker, self.num_bytes, self.block, self.pid, self.fd)
+
+
+class Sent:
+    """A chunk on its way. Becomes a `Parcel` where it is unpickled."""
+
+    def __init__(self, layout: tuple[int, int], place: Place, data: bytes = b"") -> None:
+        self._fields = (layout, place, data)
+
+    def __reduce__(self) -> Any:
+        return Parcel, self._fields
+
+
+class Packer:
+    """`collate_fn` of the inner loader: packs a chunk of records and leaves it where the collate process finds it."""
+
+    def __init__(self, token: int, rings: list[Ring | None]) -> None:
+        self._token = token
+        self._rings = rings
+        self._lent: dict[int, int] = {}  # block -> descriptor of the memory that was lent under its flag
+
+    def __call__(self, records: list[Record]) -> Sent:
+        """One chunk."""
+        body = pack(records)
+        info = get_worker_info()
+        worker = info.id if info is not None else 0
+        ring = self._rings[worker]
+        layout, num_bytes = (len(body.head), len(body.sizes)), body.num_bytes
+        place = self._placed(body, ring, Place(self._token, worker, num_bytes)) if ring is not None else None
+        if place is not None:
+            return Sent(layout, place)
+        fd = ring.fd if ring is not None and num_bytes > ring.capacity else -1
+        return Sent(layout, Place(self._token, worker, num_bytes, -1, os.getpid(), fd), b"".join(body.pieces()))
+
+    def _placed(self, body: Body, ring: Ring, place: Place) -> Place | None:
+        self._take_back(ring)
+        is_large = place.num_bytes > ring.capacity
+        block = ring.claim() if not is_large or ring.may_lend else None
+        if block is None:
+            return None
+        try:
+            if is_large:
+                fd = memory_with(body)
+                if fd is None:
+                    ring.release(block)
+                    return None
+                self._lent[block] = place.fd = fd
+                place.pid = os.getpid()
+            else:
+                body.write_into(ring.block(block, place.num_bytes))
+        except BaseException:
+            ring.release(block)
+            raise
+        place.block = block
+        return place
+
+    def _take_back(self, ring: Ring) -> None:
+        for block in [block for block in self._lent if ring.is_free(block)]:
+            os.close(self._lent.pop(block))
