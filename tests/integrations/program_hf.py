@@ -31,6 +31,7 @@ OURS = (
     "dp_rank",
     "dp_world_size",
     "loss_scaling",
+    "layout",
 )
 
 
