@@ -30,7 +30,7 @@ OURS = (
     "on_empty",
     "dp_rank",
     "dp_world_size",
-    "loss_scaling",
+    "trainer_loss",
     "layout",
 )
 

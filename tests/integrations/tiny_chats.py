@@ -110,7 +110,7 @@ def relative_error(model: Any, gradients: dict[str, torch.Tensor], rate: float) 
     for name, parameter in model.named_parameters():
         name = name.removeprefix("module.")
         update = (before[name] - parameter.detach()) / rate
-        worst = max(worst, float((update - gradients[name]).abs().max()))
+        worst = max(worst, (update - gradients[name]).abs().max().item())
         largest = max(largest, float(gradients[name].abs().max()))
     return worst / largest
 
