@@ -289,7 +289,7 @@ def refused() -> dict[str, str]:
 def on_one_rank() -> dict[str, Any]:
     """Goes on alone where two ranks stopped: here each of the two takes itself for the only one."""
     trainer = make(
-        "run", 61, num_train_epochs=1, gradient_accumulation_steps=2, dp_rank=0, dp_world_size=1, loss_scaling="none"
+        "run", 61, num_train_epochs=1, gradient_accumulation_steps=2, dp_rank=0, dp_world_size=1, trainer_loss="mean"
     )
     trainer.train(resume_from_checkpoint=str(FOLDER / "run" / "checkpoint-2"))
     return {"given": sorted(i for batch in trainer.given for i in batch), "epoch": trainer.state.epoch}
