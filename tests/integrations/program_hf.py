@@ -14,14 +14,24 @@ import torch.distributed as dist
 import transformers
 from tiny_chats import Chats, Stream, collate, indices_of, make_model, of_all_ranks, reference, relative_error, say
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import odb
 from odb.integrations.common import peek_info
 from odb.integrations.hf import configure_trainer, enable_odb
 
 FOLDER = Path(os.environ["ODB_TEST_FOLDER"])
-OURS = ("dataset_size", "sample_budget", "max_optimizer_steps", "scheduler_progress", "scheduler_total", "on_empty")
+OURS = (
+    "dataset_size",
+    "sample_budget",
+    "max_optimizer_steps",
+    "scheduler_progress",
+    "scheduler_total",
+    "on_empty",
+    "dp_rank",
+    "dp_world_size",
+    "loss_scaling",
+)
 
 
 class Watched(Trainer):
@@ -52,11 +62,10 @@ def arguments(name: str, **changes: Any) -> TrainingArguments:
         "logging_steps": 1,
         "disable_tqdm": True,
         "save_strategy": "no",
+        "ddp_backend": "gloo",
         "ddp_find_unused_parameters": False,
         "lr_scheduler_type": "constant",
     }
-    if "RANK" in os.environ:
-        settings["ddp_backend"] = "gloo"
     return TrainingArguments(output_dir=str(FOLDER / name), **(settings | changes))
 
 
@@ -275,25 +284,54 @@ def refused() -> dict[str, str]:
     return out
 
 
-def on_one_rank() -> None:
-    """Goes on alone where two ranks stopped."""
-    trainer = make("run", 61, num_train_epochs=1, gradient_accumulation_steps=2)
+def on_one_rank() -> dict[str, Any]:
+    """Goes on alone where two ranks stopped: here each of the two takes itself for the only one."""
+    trainer = make(
+        "run", 61, num_train_epochs=1, gradient_accumulation_steps=2, dp_rank=0, dp_world_size=1, loss_scaling="none"
+    )
     trainer.train(resume_from_checkpoint=str(FOLDER / "run" / "checkpoint-2"))
-    say(given=given(trainer), epoch=trainer.state.epoch)
+    return {"given": sorted(i for batch in trainer.given for i in batch), "epoch": trainer.state.epoch}
+
+
+class Breaks(TrainerCallback):
+    """From the first step on, one rank's loader can't say where it is."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        if dist.get_rank() == 1:
+            self.trainer.odb.handle.state_dict = self.fail
+
+    def fail(self) -> None:
+        raise RuntimeError("no state today")
+
+
+def unsaved() -> dict[str, Any]:
+    """A checkpoint whose data position could not be saved: the model is there, and an exact resume says why not."""
+    trainer = make("unsaved", 61, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.add_callback(Breaks(trainer))
+    trainer.train()
+    folder = FOLDER / "unsaved" / "checkpoint-2"
+    out: dict[str, Any] = {"files": sorted(path.name for path in folder.iterdir())}
+    try:
+        make("unsaved", 61, max_steps=3).train(resume_from_checkpoint=str(folder))
+    except odb.errors.ConfigError as error:
+        out["error"] = str(error)
+    again = make("unsaved", 61, max_steps=3, ignore_data_skip=True)
+    again.train(resume_from_checkpoint=str(folder))
+    return out | {"steps": again.state.global_step, "batches": len(again.given)}
 
 
 def main() -> None:
     transformers.logging.set_verbosity_error()
     begun = time.time()
-    if "RANK" not in os.environ:
-        on_one_rank()
-        return
     logging.basicConfig(level=logging.INFO if os.environ["RANK"] == "0" else logging.WARNING, stream=sys.stdout)
     say(exactness=exactness(), seconds_exactness=time.time() - begun)
     trainer, values = whole_run()
     say(whole=values)
-    say(resumed=resumed(trainer), seconds_resumed=time.time() - begun)
-    say(lengths=other_lengths(), refused=refused())
+    say(resumed=resumed(trainer), one_rank=on_one_rank(), seconds_resumed=time.time() - begun)
+    say(lengths=other_lengths(), refused=refused(), unsaved=unsaved())
     say(paper=papers_form(), seconds=time.time() - begun)
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer, installed and real: two ranks in one program, then one rank that goes on where they stopped."""
+"""Hugging Face Trainer, installed and real: two ranks in one program."""
 
 from __future__ import annotations
 
@@ -18,13 +18,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hf")
-
-
-@pytest.fixture(scope="module")
-def seen(folder: Path) -> dict[str, Any]:
-    done = run_script(PROGRAM, nproc=2, timeout=240.0, ODB_TEST_FOLDER=str(folder))
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    done = run_script(PROGRAM, nproc=2, timeout=240.0, ODB_TEST_FOLDER=str(tmp_path_factory.mktemp("hf")))
     assert done.returncode == 0, done.output
     return told("".join(done.stdout)) | {"output": done.output}
 
@@ -85,13 +80,18 @@ def test_resume_is_the_uninterrupted_run(seen: dict[str, Any]) -> None:
         assert case["epochs"] == [2.0, 2]
 
 
-def test_resume_on_another_number_of_ranks(seen: dict[str, Any], folder: Path) -> None:
-    done = run_script(PROGRAM, timeout=120.0, ODB_TEST_FOLDER=str(folder))
-    assert done.returncode == 0, done.output
-    rest = told("".join(done.stdout))
-    num_done = seen["whole"]["samples"][1]
+def test_resume_on_another_number_of_ranks(seen: dict[str, Any]) -> None:
+    rest, num_done = seen["one_rank"], seen["whole"]["samples"][1]
     assert len(rest["given"]) == len(set(rest["given"])) == 61 - num_done
     assert rest["epoch"] == 1.0
+
+
+def test_a_position_that_could_not_be_saved(seen: dict[str, Any]) -> None:
+    unsaved = seen["unsaved"]
+    assert {"model.safetensors", "optimizer.pt", "odb_state.json"} <= set(unsaved["files"])
+    assert "rank 1: RuntimeError: no state today" in unsaved["error"]
+    assert "ignore_data_skip=True" in unsaved["error"]
+    assert (unsaved["steps"], unsaved["batches"]) == (3, 1)
 
 
 def test_lengths_that_nobody_knows(seen: dict[str, Any]) -> None:
