@@ -43,7 +43,9 @@ LAYERS = (
     Layer("odb.plan.labels", PLAN_BASE, ("numpy",)),
     Layer("odb.plan.label_search", (*PLAN_BASE, "odb.plan.labels"), ("numpy",)),
     Layer("odb.plan.packed", (*PLAN_RULES, "odb.plan.pack"), ("numpy",)),
-    Layer("odb.plan.even_labels", (*PLAN_BASE, "odb.plan.labels", "odb.plan.label_search", "odb.plan.packed"), ("numpy",)),
+    Layer(
+        "odb.plan.even_labels", (*PLAN_BASE, "odb.plan.labels", "odb.plan.label_search", "odb.plan.packed"), ("numpy",)
+    ),
     Layer("odb.plan.refine", (*PLAN_BASE, "odb.plan.labels"), ("numpy",)),
     Layer("odb.plan.fixed_count", (*PLAN_BASE, "odb.plan.labels"), ("numpy",)),
     Layer("odb.plan.accumulate", PLAN_BASE, ("numpy",)),
