@@ -213,8 +213,9 @@ class EpochJob:
         steps = protocol.replayed(
             self.config, state, window, slots, point.partial, all_totals, self.exchange.world_size
         )
-        is_short = all_missing > 0 and self.config.sample_quota is not None
-        is_over = point.is_last and not all_left and not is_short
+        quota = self.config.sample_quota
+        is_over = point.is_last and (not all_left if quota is None else state.all_emitted_samples >= quota)
+        self.dropped["tail"] += len(left) if is_over else 0
         if steps:
             groups = tuple(step.ids for step in steps)
             marks = self._stand_ins(steps)
