@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from benchmarks import harness
 from benchmarks.workload import CheapSamples, collate, rows
 
 TOKEN_BUDGET = 16384
@@ -124,9 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     names = ["plain-8", "plain-64", "odb"] + (["peer"] if args.peer_python else [])
     table = compare(names, args.num_samples, args.workers, args.repeats, args.peer_python)
     show(table)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(table, indent=1))
-    print(f"written: {args.output}")
+    harness.write(table, "samples_per_s", args.output)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,7 @@ class ODBConfig:
     on_oversize: str | None = None  # "alone", or "error" where the layout is packed
     warmup_probe: bool = False
     filler_fn: Callable[[], Any] | None = field(default=None)
+    collate_workers: int | str = "auto"  # processes that share collate_fn; "auto": num_workers, once it proves slow
     seed: int = 0
     timeout_s: float = 600.0
 
@@ -155,6 +156,9 @@ class ODBConfig:
     def _check_numbers(self) -> None:
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             raise ConfigError(f"ignore_index must be an integer, got {self.ignore_index!r}")
+        count = self.collate_workers
+        if count != "auto" and (isinstance(count, (bool, str)) or not hasattr(count, "__index__") or count < 0):
+            raise ConfigError(f"collate_workers must be 'auto' or an integer >= 0, got {count!r}")
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be a number of seconds above 0, got {self.timeout_s!r}")
 

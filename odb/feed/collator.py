@@ -22,8 +22,7 @@ from odb.exchange.gloo import report_failure
 from odb.feed import supervise
 from odb.feed.channel import Channel, close_inherited
 from odb.feed.engine import PeersClosed
-from odb.feed.handoff import dumps_bytes
-from odb.feed.messages import Begin, Counts, Delivered, End, Failed, Finished, PeersLeft, Shutdown, Taken
+from odb.feed.messages import Begin, Counts, Delivered, End, Failed, Finished, PeersLeft, Shutdown, Taken, pickled
 from odb.feed.node import Node, NodeSpec
 
 _SLICE_S = 0.2
@@ -198,12 +197,3 @@ def publish_failure_at(spec: NodeSpec, text: str) -> None:
     """Tells the other ranks of a failure where this rank's exchange could not be made. Never raises."""
     if spec.address is not None:
         report_failure(spec.address, text)
-
-
-def pickled(error: BaseException) -> bytes | None:
-    """The exception as bytes, None where it does not survive pickling."""
-    try:
-        data: bytes = dumps_bytes(error)
-    except Exception:  # user exceptions may refuse in any way
-        return None
-    return data

@@ -39,6 +39,7 @@ class Emission:
     plan: StepPlan
     samples: list[Any]
     measures: list[Any]  # `Measure` of each sample
+    more: bool = False  # another step of this round follows, without waiting for anybody
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,8 @@ class EpochJob:
     def _emit(self, steps: tuple[StepPlan, ...]) -> Iterator[Emission]:
         for step in steps:
             records = [self._held.pop(identity) for identity in step.ids.tolist()]
-            emission = Emission(step, [r.take() for r in records], [r.measure for r in records])
+            more = step is not steps[-1]
+            emission = Emission(step, [r.take() for r in records], [r.measure for r in records], more)
             del records  # their memory goes with the batch
             yield emission
             del emission
