@@ -28,6 +28,8 @@ from odb.feed.node import Node, NodeSpec
 _SLICE_S = 0.2
 _LONG_SLICE_S = 0.5  # between epochs
 _LINGER_S = 3.0
+#: How long a training process that broke its link may take to say why.
+_REASON_OF_OWN_S = 1.5
 #: How long a rank that left an epoch may take to say that it failed, before the others are told that it just left.
 REASON_S = 1.0
 _GRACE_S = 2.0
@@ -56,7 +58,7 @@ def run(spec: NodeSpec, channel: Channel, parent_pid: int, use_signal: bool) -> 
         server.pass_on(stop.failure)
     except ChannelClosed as error:  # nobody said goodbye
         code = supervise.ORPHANED
-        time.sleep(_SLICE_S)  # a training process that lives says itself what went wrong: that comes first
+        time.sleep(_REASON_OF_OWN_S)  # a training process that lives says itself what went wrong: that comes first
         server.pass_on(f"the training process of this rank is gone, or broke its link without a word: {error}")
     except BaseException as error:  # whatever it is, all ranks must learn of it
         code = 1
