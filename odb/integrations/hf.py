@@ -117,7 +117,7 @@ class ODBTrainerBridge:
         else:
             self.close()
             rank, world_size = place_of(options, self.args.process_index, self.args.world_size)
-            options = {"collate_fn": collator_of(plain.collate_fn)} | options
+            options = {"collate_fn": collator_of(plain.collate_fn, options)} | options
             self.handle = rebuilt(plain, rank=rank, world_size=world_size, seed=_seed(self.args), options=options)
         self.state = Progress(samples_per_epoch=self._samples_per_epoch())
         self._first_epoch, self._samples_before = 0, 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from transformers import default_data_collator
 
-from odb.collators import PerSample
+from odb.collators import FlattenCollator, PerSample
 from odb.errors import ConfigError
 from odb.integrations.common import Progress, mask_filler
 from odb.loader import ODBDataLoader
@@ -15,12 +15,15 @@ from odb.resume import State
 from odb.step import STEP_INFO_KEY
 
 
-def collator_of(collate_fn: Any) -> Any:
-    """The Trainer's collator; None, for odb's, in place of its default, which stacks samples of one length only."""
+def collator_of(collate_fn: Any, options: Mapping[str, Any]) -> Any:
+    """The Trainer's collator. Its default stacks samples of one length only: one of odb's takes its place."""
     inner = getattr(collate_fn, "data_collator", collate_fn)  # inside transformers' RemoveColumnsCollator
     if isinstance(inner, PerSample):
         return inner
-    return None if inner is default_data_collator else collate_fn
+    if inner is not default_data_collator:
+        return collate_fn
+    is_one_row = options.get("layout") == "packed" and options.get("rows_per_batch") in (None, 1)
+    return FlattenCollator(transformers_names=True) if is_one_row else None
 
 
 class TrainerLoader:

@@ -81,7 +81,7 @@ def make(name: str, num_samples: int = 60, dataset: Any = None, **changes: Any) 
         args=arguments(name, **changes),
         train_dataset=None if isinstance(plain, Stream) and "max_steps" not in changes else plain,
         eval_dataset=Chats(7, seed=5),
-        data_collator=collate,
+        data_collator=None if ours.get("layout") == "packed" else collate,  # the default: odb's takes its place
     )
     enable_odb(trainer, token_budget=160, train_dataset=plain, **ours)
     return reset(trainer)
@@ -105,13 +105,14 @@ def exactness() -> dict[str, Any]:
     """One optimizer step, with each way in which a Trainer may normalise the loss by itself."""
     out = {}
     for accumulation, num_samples in ((1, 60), (4, 60), (4, 5)):  # the last with three fillers
-        for kind in ("global", "local", "mean", "function"):
+        for kind in ("global", "local", "mean", "function", "packed"):
             trainer = make(
                 "exact",
                 num_samples,
                 max_steps=1,
                 gradient_accumulation_steps=accumulation,
                 average_tokens_across_devices=kind != "local",
+                layout="packed" if kind == "packed" else "padded",
             )
             if kind == "mean":
                 trainer.model_accepts_loss_kwargs = False

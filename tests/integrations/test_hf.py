@@ -25,7 +25,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("accumulation", "num_samples", "num_fillers"), [(1, 60, 0), (4, 60, 0), (4, 5, 3)])
-@pytest.mark.parametrize("kind", ["global", "local", "mean", "function"])
+@pytest.mark.parametrize("kind", ["global", "local", "mean", "function", "packed"])
 def test_an_optimizer_step_is_that_of_one_process(
     seen: dict[str, Any], kind: str, accumulation: int, num_samples: int, num_fillers: int
 ) -> None:

@@ -53,7 +53,10 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def indices_of(batch: Any) -> list[int]:
-    """Which samples of `Chats` a batch holds."""
+    """Which samples of `Chats` a batch holds, padded or packed into one row."""
+    if "cu_seqlens" in batch:
+        ids, starts = batch["input_ids"][0], batch["cu_seqlens"][:-1]
+        return [int(ids[i]) * 100 + int(ids[i + 1]) for i in starts.tolist()]
     return (batch["input_ids"][:, 0] * 100 + batch["input_ids"][:, 1]).tolist()
 
 
@@ -97,7 +100,7 @@ def reference(dataset: Chats, indices: list[int]) -> tuple[float, dict[str, torc
     model.eval()
     loss = token_mean(model, dataset, indices)
     loss.backward()
-    return float(loss), {name: p.grad.clone() for name, p in model.named_parameters()}
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def relative_error(model: Any, gradients: dict[str, torch.Tensor], rate: float) -> float:
