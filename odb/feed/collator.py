@@ -33,6 +33,8 @@ _REASON_OF_OWN_S = 1.5
 #: How long a rank that left an epoch may take to say that it failed, before the others are told that it just left.
 REASON_S = 1.0
 _GRACE_S = 2.0
+#: A window holds tens of thousands of objects, none of them in a cycle: looked through less often than by default.
+_GC_THRESHOLDS = (20_000, 20, 20)
 
 
 class _Stop(BaseException):
@@ -50,6 +52,7 @@ def run(spec: NodeSpec, channel: Channel, parent_pid: int, use_signal: bool) -> 
     close_inherited(keep=(channel,))
     torch.set_num_threads(1)
     gc.freeze()  # what was imported or inherited is not looked through again and again
+    gc.set_threshold(*_GC_THRESHOLDS)
     server = _Server(spec, channel, parent_pid)
     code = 0
     try:

@@ -197,3 +197,16 @@ def test_a_ring_gives_blocks_out_one_by_one() -> None:
     assert ring.claim() == 1 and ring.claim() is None
     ring.reset()
     assert ring.claim() is not None
+
+
+def test_a_parcel_of_workers_that_are_gone_frees_no_block_of_the_next_ones() -> None:
+    office = PostOffice(1, num_blocks=1)
+    records = records_of([{"x": torch.arange(100)}])
+    old = arrived(office.packer(records))
+    office.reset()
+    new = arrived(office.packer(records))
+    del old
+    ring = office.rings[0]
+    assert ring is not None and not ring.is_free(0)
+    assert_same(records[0].sample, new.open()[0].take())
+    assert ring.is_free(0)
