@@ -90,7 +90,7 @@ def without_oversize(config: PlanConfig, parts: list[Measures]) -> list[Measures
     return [part.take(~oversize(config, part)) for part in parts]
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(packed_configs(), shards(), st.booleans())
 def test_any_packed_epoch(config: PlanConfig, parts: list[Measures], lookahead: bool) -> None:
     parts = without_oversize(config, parts)
