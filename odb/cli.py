@@ -93,7 +93,7 @@ def _simulate(args: argparse.Namespace) -> int:
     given = _lengths(args)
     step_time = _step_time(args.step_times) if args.step_times else summary.StepTime()
     trace = world.simulate(config, given, args.ranks, sharding=args.sharding)
-    own = summary.epoch_time(Steps(trace.samples, trace.padded_len), step_time)
+    own = summary.epoch_time(Steps(trace.rows, trace.padded_len), step_time)
     result = summary.summarise(config, trace)
     result |= {"sharding": args.sharding, "policy": args.policy, "layout": args.layout, "budget": args.budget}
     result["compared"] = [

@@ -32,9 +32,6 @@ PLANNED: dict[str, dict[str, str]] = {
     "sharding": {"elastic": "elastic sharding"},
 }
 
-#: Options that belong to what is planned.
-PLANNED_OPTIONS: dict[str, str] = {}
-
 _AUTO_BUDGETS_HELD = 64  # a window of 64 full groups: the gain of larger ones is small (docs/concepts.md)
 _AUTO_WINDOW = 8192
 _AUTO_HELD_BYTES = 1 << 30
@@ -331,9 +328,6 @@ def make_config(options: dict[str, Any], other_names: Iterable[str] = ()) -> ODB
         options["dp_rank"], options["dp_world_size"] = data_parallel_place(mesh)
     if options.get("max_patches") == 0:  # 0 means "no bound" in the paper's package
         options["max_patches"] = None
-    planned = [f"{name} belongs to {PLANNED_OPTIONS[name]}" for name in options if name in PLANNED_OPTIONS]
-    if planned:
-        raise ConfigError(f"{'; '.join(planned)}: this version does not have it")
     unknown = [name for name in options if name not in OPTION_NAMES]
     if unknown:
         known = (*OPTION_NAMES, "buffer_size", "device_mesh", *other_names)

@@ -63,7 +63,7 @@ def sweep(
         for depth in depths:
             one = replace(config, token_budget=budget, max_held_tokens=depth * budget)
             trace = world.simulate(one, lengths, num_ranks, sharding=sharding)
-            seconds = epoch_time(Steps(trace.samples, trace.padded_len), step_time)
+            seconds = epoch_time(Steps(trace.rows, trace.padded_len), step_time)
             figures = summarise(one, trace)
             rows.append(
                 {"budget": budget, "depth": depth}
