@@ -79,8 +79,8 @@ class _Windows:
 
 
 def token_target(config: PlanConfig, round_: int) -> int:
-    """Tokens that a window may hold in a round: a budget for each micro-step at first, doubling with every round."""
-    ramp: int = config.grad_accum_steps * config.token_budget << min(round_, 40)
+    """Tokens that a window may hold in a round: two groups for each micro-step at first, doubling with every round."""
+    ramp: int = 2 * config.grad_accum_steps * config.token_budget << min(round_, 40)
     return min(config.max_held_tokens, ramp)
 
 
