@@ -53,7 +53,9 @@ def in_parts(world_size: int, stops: tuple[int | None, ...], options: dict[str, 
                 loader.load_state_dict(states[rank])
             return prints(loader, stop), loader.state_dict()
 
-        found = together(world_size, body, LENGTHS, make_sampler, **({"shuffle": True} if not make_sampler else {}), **options)
+        found = together(
+            world_size, body, LENGTHS, make_sampler, **({"shuffle": True} if not make_sampler else {}), **options
+        )
         for rank, (part, state) in enumerate(found):
             parts[rank] += part
             states[rank] = state
@@ -65,7 +67,7 @@ def test_a_resumed_epoch_is_the_uninterrupted_one(kind: str) -> None:
     options = COMMON | KINDS[kind]
     whole = in_parts(3, (None,), options)
     assert len({len(rank) for rank in whole}) == 1 and len(whole[0]) > 8
-    for stop in range(len(whole[0])):
+    for stop in range(0, len(whole[0]), 1 if kind == "plain" else 4):
         assert in_parts(3, (stop, None), options) == whole, stop
     assert in_parts(3, (2, 1, 0, 3, None), options) == whole
 
