@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler, RandomSampler
 
 import odb
 from odb.errors import ConfigError
+from odb.feed.chunk import pack, unpack
 from odb.feed.elastic import shared_order, why_static
 from odb.feed.granted import GrantedKeys
 from odb.testing import (
@@ -212,3 +213,10 @@ def test_torch_is_seeded_as_the_sampler_does() -> None:
     generator = torch.Generator().manual_seed(8)
     assert list(sampler) == torch.randperm(50, generator=generator).tolist() == shared_order(sampler).tolist()
     assert np.array_equal(np.sort(shared_order(sampler)), np.arange(50))
+
+
+def test_an_empty_chunk_travels() -> None:
+    """The index source gives one where nothing is granted yet."""
+    body = pack([])
+    block = bytearray(b"".join(body.pieces()))
+    assert unpack(memoryview(block), len(body.head), len(body.sizes)) == []
