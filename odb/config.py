@@ -20,7 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "split_policy": ("even", "published"),
     "tail": ("filler", "skip", "drop"),
     "accum_tail": ("short", "fill"),
-    "sharding": ("auto", "static"),
+    "sharding": ("auto", "elastic", "static"),
     "loss_scaling": ("exact", "approx", "samples", "none"),
     "on_empty": ("error", "skip"),
     "on_sample_error": ("raise", "skip"),
@@ -28,9 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 #: Values that the contract names and this version doesn't have yet: refused in words of their own.
-PLANNED: dict[str, dict[str, str]] = {
-    "sharding": {"elastic": "elastic sharding"},
-}
+PLANNED: dict[str, dict[str, str]] = {}
 
 _AUTO_BUDGETS_HELD = 64  # a window of 64 full groups: the gain of larger ones is small (docs/concepts.md)
 _AUTO_WINDOW = 8192

@@ -139,7 +139,9 @@ class Row:
 
 
 def _is_plain(records: list[Record]) -> bool:
-    """Whether all samples are plain dicts of the same keys in the same order."""
+    """Whether all samples are plain dicts of the same keys in the same order. An empty chunk is none."""
+    if not records:
+        return False
     first = records[0].sample
     if type(first) is not dict:
         return False

@@ -58,6 +58,13 @@ def measurer_of(options: ODBConfig) -> Measurer:
     )
 
 
+def _place(order: Order) -> int:
+    """Digest of where an epoch starts: equal on all ranks where they share one order."""
+    if order.common is not None:
+        return digest(repr(order.levels), order.common.tobytes())
+    return digest(repr(order.levels)) if order.levels else 0
+
+
 @contextlib.contextmanager
 def workers_starting(num_workers: int) -> Iterator[None]:
     """Says what is short where workers can't be started because /dev/shm is full: their queues need a little of it."""
@@ -85,6 +92,10 @@ class DirectFeed:
         """The next chunk, read in this thread."""
         poll()
         return self._source.next_chunk()
+
+    def grant(self, block: range, is_complete: bool) -> None:
+        """More keys of a shared order."""
+        self._source.grant(block, is_complete)
 
     def stop(self) -> None:
         """Nothing runs by itself."""
@@ -117,9 +128,14 @@ class ThreadFeed:
             with contextlib.suppress(TimeoutError):
                 return self._inbox.take(_SLICE_S)
 
+    def grant(self, block: range, is_complete: bool) -> None:
+        """More keys of a shared order."""
+        self._source.grant(block, is_complete)
+
     def stop(self) -> None:
         """Lets the thread go; it ends after the chunk that it is waiting for."""
         self._inbox.stop()
+        self._source.release()
 
     def is_stopped(self, timeout: float) -> bool:
         """Whether the thread has ended within `timeout` seconds."""
@@ -210,7 +226,8 @@ class Node:
             resume=resume,
             num_keys=None if self.spec.source.is_iterable or not order.passes else order.num_keys,
             pass_length=None if order.passes else order.pass_length,
-            place=digest(repr(order.levels)) if order.levels else 0,
+            place=_place(order),
+            waiting=[range(first, end) for first, end in order.waiting] if order.is_elastic else None,
         )
         probe, self._probe_due = self._probe_due, False
         return deliveries(self.job.steps(), self.assembler, warmup_probe=probe, is_closed=is_closed, pool=self.pool)
