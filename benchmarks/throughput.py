@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from benchmarks import harness
 from benchmarks.workload import CheapSamples, collate, rows
 
 TOKEN_BUDGET = 16384
@@ -30,6 +34,8 @@ def make_loader(name: str, num_samples: int, num_workers: int) -> Any:
     import odb
 
     if name == "peer":
+        if hasattr(odb, "wrap"):
+            raise SystemExit(f"the interpreter given as --peer-python imports this package ({odb.__file__})")
         return odb.ODBDataLoader(dataset, token_budget=TOKEN_BUDGET, batch_size=1, prefetch_factor=256, **common)
     return odb.ODBDataLoader(dataset, token_budget=TOKEN_BUDGET, **common)
 
@@ -55,7 +61,14 @@ def measure(name: str, num_samples: int, num_workers: int) -> dict[str, float]:
 def run_once(python: str, name: str, num_samples: int, num_workers: int) -> dict[str, float]:
     """`measure` in a fresh process of the given interpreter."""
     command = [python, "-m", "benchmarks.throughput", "--one", name, "-n", str(num_samples), "-w", str(num_workers)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    here = Path(__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        place: dict[str, Any] = {}
+        if name == "peer":  # its package is called odb too: ours must be out of its sight
+            shutil.copytree(here, Path(folder) / here.name)
+            environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+            place = {"cwd": folder, "env": environment}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, **place)
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
     result: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -124,9 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     names = ["plain-8", "plain-64", "odb"] + (["peer"] if args.peer_python else [])
     table = compare(names, args.num_samples, args.workers, args.repeats, args.peer_python)
     show(table)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(table, indent=1))
-    print(f"written: {args.output}")
+    harness.write(table, "samples_per_s", args.output)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from typing import Any
 
 import torch
@@ -25,6 +26,27 @@ class CheapSamples(Dataset[Any]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.arange(self.lengths[index])
         return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+
+
+class SlowSamples(CheapSamples):
+    """The same samples, each of which takes `seconds` to make (waiting: a disk, a network, another core)."""
+
+    def __init__(self, num_samples: int, seconds: float, seed: int = 0) -> None:
+        super().__init__(num_samples, seed)
+        self.seconds = seconds
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(self.seconds)
+        return super().__getitem__(index)
+
+    def num_for(self, num_tokens: int) -> int:
+        """Samples, in order, that hold `num_tokens`."""
+        total = 0
+        for number, length in enumerate(self.lengths, 1):
+            total += length
+            if total >= num_tokens:
+                return number
+        return len(self.lengths)
 
 
 PAD = {"input_ids": 0, "labels": -100, "attention_mask": 0}

@@ -1,4 +1,4 @@
-"""The command line: `odb simulate`."""
+"""The command line: `odb simulate` and `odb tune`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from odb.config import ODBConfig
 from odb.errors import ConfigError
 from odb.plan.types import I64, PlanConfig
-from odb.sim import baselines, lengths, plots, summary, world
+from odb.sim import baselines, lengths, plots, summary, sweep, world
 from odb.sim.baselines import Steps
 
 _ROWS = (
@@ -48,20 +48,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="odb", description="Online dynamic batching for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_simulate(commands.add_parser("simulate", help="what an epoch would come to, from lengths alone"))
+    _add_tune(commands.add_parser("tune", help="token budgets and window depths side by side, from lengths alone"))
     return parser
 
 
-def _add_simulate(parser: argparse.ArgumentParser) -> None:
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--lengths", metavar="FILE", help=".npy or .jsonl with the tokens of each sample, in order")
     given.add_argument("--distribution", choices=lengths.DISTRIBUTIONS)
     parser.add_argument("--samples", type=int, default=100_000, help="to draw (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the drawn lengths, and of the order (default 0)")
     parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks (default %(default)s)")
-    parser.add_argument("--budget", type=int, default=16384, help="token budget of a batch (default %(default)s)")
-    limit = parser.add_mutually_exclusive_group()
-    limit.add_argument("--window", type=int, help="samples that a rank may hold")
-    limit.add_argument("--max-held-tokens", type=int, help="tokens that a rank may hold (default: 64 budgets)")
     parser.add_argument("--layout", default="padded", help="padded (default) or packed")
     parser.add_argument("--sharding", choices=("elastic", "static"), default="elastic")
     parser.add_argument("--policy", choices=("odb", "published"), default="odb")
@@ -69,8 +66,25 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-times", metavar="FILE", help=".jsonl with rows, padded_len and seconds of measured steps"
     )
-    parser.add_argument("--plots", metavar="FOLDER", help="draw pictures into this folder (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    _add_lengths(parser)
+    parser.add_argument("--budgets", default="8192..65536", help="8192,16384 or 8192..65536 (default %(default)s)")
+    parser.add_argument(
+        "--depths", default="8..128", help="tokens that a rank may hold, in budgets (default %(default)s)"
+    )
+    parser.set_defaults(run=_tune)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    _add_lengths(parser)
+    parser.add_argument("--budget", type=int, default=16384, help="token budget of a batch (default %(default)s)")
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument("--window", type=int, help="samples that a rank may hold")
+    limit.add_argument("--max-held-tokens", type=int, help="tokens that a rank may hold (default: 64 budgets)")
+    parser.add_argument("--plots", metavar="FOLDER", help="draw pictures into this folder (needs matplotlib)")
     parser.set_defaults(run=_simulate)
 
 
@@ -79,7 +93,7 @@ def _simulate(args: argparse.Namespace) -> int:
     given = _lengths(args)
     step_time = _step_time(args.step_times) if args.step_times else summary.StepTime()
     trace = world.simulate(config, given, args.ranks, sharding=args.sharding)
-    own = summary.epoch_time(Steps(trace.samples, trace.padded_len), step_time)
+    own = summary.epoch_time(Steps(trace.rows, trace.padded_len), step_time)
     result = summary.summarise(config, trace)
     result |= {"sharding": args.sharding, "policy": args.policy, "layout": args.layout, "budget": args.budget}
     result["compared"] = [
@@ -91,6 +105,44 @@ def _simulate(args: argparse.Namespace) -> int:
         print("\n".join(map(str, names)), file=sys.stderr)
     print(json.dumps(result)) if args.json else _show(result)
     return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    try:
+        budgets, depths = sweep.powers(args.budgets), sweep.powers(args.depths)
+    except ValueError as error:
+        raise ConfigError(f"--budgets and --depths: {error}") from None
+    args.budget, args.window, args.max_held_tokens = budgets[0], None, None
+    config, given = _config(args), _lengths(args)
+    step_time = _step_time(args.step_times) if args.step_times else summary.StepTime()
+    rows = sweep.sweep(
+        config, given, args.ranks, budgets=budgets, depths=depths, sharding=args.sharding, step_time=step_time
+    )
+    best = sweep.advice(rows)
+    result = {"lengths": sweep.spread(given), "rows": rows, "advice": best}
+    print(json.dumps(result)) if args.json else _show_tuned(result, args)
+    return 0
+
+
+def _show_tuned(result: dict[str, Any], args: argparse.Namespace) -> None:
+    spread = result["lengths"]
+    title = (
+        f"{args.ranks} ranks; lengths: mean {spread['mean_length']:.0f}, CV {spread['coefficient_of_variation']:.2f}, "
+        f"{spread['short_share']:.0%} shorter than half the mean"
+    )
+    header = ("budget", "depth", "steps", "step efficiency", "budget fill", "samples per step", "over fixed")
+    rows = [
+        (f"{r['budget']:,}", f"{r['depth']}", f"{r['steps']:,}", f"{r['step_efficiency']:.4f}",
+         f"{r['budget_fill']:.4f}", f"{r['samples_per_step']:.1f}", f"{r['speedup_over_fixed']:.2f}x")
+        for r in result["rows"]
+    ]  # fmt: skip
+    _table(title, header, rows)
+    best = result["advice"]
+    print(
+        f"token_budget={best['budget']}, max_held_tokens={best['budget'] * best['depth']}: within 1 % of the fastest "
+        "with the least memory, as far as the lengths tell"
+        + ("" if args.step_times else " (a step's time taken as proportional to its tokens; --step-times gives yours)")
+    )
 
 
 def _config(args: argparse.Namespace) -> PlanConfig:

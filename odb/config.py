@@ -20,7 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "split_policy": ("even", "published"),
     "tail": ("filler", "skip", "drop"),
     "accum_tail": ("short", "fill"),
-    "sharding": ("auto", "static"),
+    "sharding": ("auto", "elastic", "static"),
     "loss_scaling": ("exact", "approx", "samples", "none"),
     "on_empty": ("error", "skip"),
     "on_sample_error": ("raise", "skip"),
@@ -28,12 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 #: Values that the contract names and this version doesn't have yet: refused in words of their own.
-PLANNED: dict[str, dict[str, str]] = {
-    "sharding": {"elastic": "elastic sharding"},
-}
-
-#: Options that belong to what is planned.
-PLANNED_OPTIONS: dict[str, str] = {}
+PLANNED: dict[str, dict[str, str]] = {}
 
 _AUTO_BUDGETS_HELD = 64  # a window of 64 full groups: the gain of larger ones is small (docs/concepts.md)
 _AUTO_WINDOW = 8192
@@ -117,6 +112,7 @@ class ODBConfig:
     on_oversize: str | None = None  # "alone", or "error" where the layout is packed
     warmup_probe: bool = False
     filler_fn: Callable[[], Any] | None = field(default=None)
+    collate_workers: int | str = "auto"  # processes that share collate_fn; "auto": num_workers, once it proves slow
     seed: int = 0
     timeout_s: float = 600.0
 
@@ -155,6 +151,9 @@ class ODBConfig:
     def _check_numbers(self) -> None:
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             raise ConfigError(f"ignore_index must be an integer, got {self.ignore_index!r}")
+        count = self.collate_workers
+        if count != "auto" and (isinstance(count, (bool, str)) or not hasattr(count, "__index__") or count < 0):
+            raise ConfigError(f"collate_workers must be 'auto' or an integer >= 0, got {count!r}")
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be a number of seconds above 0, got {self.timeout_s!r}")
 
@@ -327,9 +326,6 @@ def make_config(options: dict[str, Any], other_names: Iterable[str] = ()) -> ODB
         options["dp_rank"], options["dp_world_size"] = data_parallel_place(mesh)
     if options.get("max_patches") == 0:  # 0 means "no bound" in the paper's package
         options["max_patches"] = None
-    planned = [f"{name} belongs to {PLANNED_OPTIONS[name]}" for name in options if name in PLANNED_OPTIONS]
-    if planned:
-        raise ConfigError(f"{'; '.join(planned)}: this version does not have it")
     unknown = [name for name in options if name not in OPTION_NAMES]
     if unknown:
         known = (*OPTION_NAMES, "buffer_size", "device_mesh", *other_names)

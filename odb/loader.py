@@ -34,11 +34,13 @@ from odb.exchange.gloo import GlooAddress, report_failure
 from odb.exchange.rendezvous import admit_peers, global_rank_and_size, refuse, rendezvous
 from odb.feed import supervise
 from odb.feed.backend import Backend, InlineBackend, ProcessBackend, failure_text
+from odb.feed.elastic import ENDLESS, shared_order, why_static
 from odb.feed.engine import ResumePoint, RoundMark
 from odb.feed.messages import Counts
 from odb.feed.node import NodeSpec, measurer_of
 from odb.feed.source import Level, Order, Reading, SourceConfig, set_epoch
 from odb.metrics import LoaderStats
+from odb.plan import grants
 from odb.plan.wire import digest
 from odb.resume import State
 from odb.step import STEP_INFO_KEY, ODBStepInfo
@@ -147,6 +149,7 @@ class ODBDataLoader:
         self._loaded: State | None = None
         self._has_warned_duplicates = False
         self._has_warned_oversize = False
+        self._has_said_static = False
         self._context = multiprocessing_context
         self._source = SourceConfig(
             dataset=dataset,
@@ -309,18 +312,29 @@ class ODBDataLoader:
 
     def _resumed(self, order: Order) -> tuple[Order, ResumePoint | None]:
         """The order and the place at which the next epoch starts."""
-        keys = order.keys
+        keys = order.keys if order.common is None else order.common
         plain = keys.tolist() if isinstance(keys, np.ndarray) else keys
         self._order_digest = "" if plain is None else str(digest(repr(list(plain))))
         state = self._loaded
         if state is None:
-            return order, None
+            return self._started(order), None
+        resume.check_sharding(state, order.is_elastic)
         resume.check_order(state, self._order_digest)
         point = resume.point_of(state)
         levels = resume.levels_of(state)
         if point is None:
-            return replace(order, levels=levels), None
-        return replace(order, levels=levels, head=point.head, cursor=point.cursor), point
+            return self._started(replace(order, levels=levels)), None
+        order = replace(order, levels=levels, head=point.head, cursor=point.cursor, waiting=point.waiting)
+        return replace(order, is_complete=0 <= point.state.num_keys <= point.state.next_key), point
+
+    def _started(self, order: Order) -> Order:
+        """An order from its start: with the first grants where it is shared."""
+        if not order.is_elastic:
+            return order
+        num_keys = order.num_keys if order.passes else ENDLESS
+        block = grants.first_block(num_keys, order.rank, order.world_size)
+        last = grants.first_block(num_keys, order.world_size - 1, order.world_size)
+        return replace(order, waiting=((block.start, block.stop),), is_complete=last.stop >= num_keys)
 
     def _mark_at(self, order: Order, point: ResumePoint | None) -> tuple[RoundMark | None, int, int]:
         """What `state_dict` starts from before the first batch of a pass is handed over."""
@@ -330,7 +344,15 @@ class ODBDataLoader:
         no_totals = np.zeros((len(point.pending), 3), np.int64)
         marks = np.array([point.stand_in], np.int64)
         mark = RoundMark(
-            first, point.pending, no_totals, point.partial, point.state, point.cursor, point.is_last, marks
+            first,
+            point.pending,
+            no_totals,
+            point.partial,
+            point.state,
+            point.cursor,
+            point.is_last,
+            marks,
+            point.waiting,
         )
         return mark, order.epoch, first - 1
 
@@ -428,10 +450,24 @@ class ODBDataLoader:
         )
 
     def _data_fingerprint(self) -> dict[str, str]:
-        out = {"shares": self._order_kind()}
-        if self._order_kind() == "own":  # one order is shared: it must be the same everywhere
+        kind = self._order_kind()
+        out = {"shares": kind, "sharding": "elastic" if self._is_elastic() else "static"}
+        if kind == "own" or self._is_elastic():  # one order is shared: it must be the same everywhere
             out |= {"num_samples": str(len(self.dataset)), "shuffle": str(self._shuffle)}
+        if kind == "sampler" and self._is_elastic():
+            sampler = self._user_sampler
+            out["sampler"] = repr([getattr(sampler, name) for name in ("seed", "shuffle", "drop_last")])
         return out
+
+    def _is_elastic(self) -> bool:
+        """Whether shares are granted round by round. Says once why not, where there are several ranks."""
+        reason = why_static(self.config, self.dataset, self._user_sampler, self._user_batch_sampler, self.world_size)
+        if reason and self.config.sharding == "elastic" and self.world_size > 1:
+            raise ConfigError(f"sharding='elastic' can't be had here: {reason}. Give sharding='auto' or 'static'")
+        if reason and self.config.sharding == "auto" and self.world_size > 1 and not self._has_said_static:
+            self._has_said_static = True
+            logger.info("sharding is static: %s", reason)
+        return not reason
 
     def _order_kind(self) -> str:
         if isinstance(self.dataset, IterableDataset):
@@ -445,10 +481,14 @@ class ODBDataLoader:
         kind = self._order_kind()
         if kind == "iterable":
             return Order(keys=(), **common)
+        common["is_elastic"] = self._is_elastic()
         if kind == "own":
             return Order(
                 num_samples=len(self.dataset), shuffle=self._shuffle, seed=self.config.seed, passes=passes, **common
             )
+        if common["is_elastic"]:
+            indices = shared_order(self._user_sampler)
+            return Order(num_samples=len(indices), common=indices, passes=passes, **common)
         self._warn_of_duplicates(world)
         return Order(keys=self._keys(), passes=passes, **common)
 

@@ -144,21 +144,23 @@ def settings_of(source: Any) -> dict[str, Any]:
     """What must be equal before and after a resume of a loader or sampler, as plain JSON values.
 
     Args:
-        source: something with `manifest_settings()`, an `ODBDataLoader`, or a mapping of settings.
+        source: an `ODBDataLoader`, a sampler of `odb.samplers` or another thing with `settings()` or
+            `manifest_settings()`, or a mapping of settings.
 
     Raises:
         ConfigError: none of these, or a setting is no JSON value.
     """
+    method = getattr(source, "manifest_settings", None) or getattr(source, "settings", None)
     if isinstance(source, Mapping):
         settings = {name: value for name, value in source.items() if name != "dataset_fingerprint"}
-    elif callable(getattr(source, "manifest_settings", None)):
-        settings = {"class": type(source).__qualname__} | dict(source.manifest_settings())
+    elif callable(method):
+        settings = {"class": type(source).__qualname__} | dict(method())
     elif (loader := loader_of(source)) is not None:
         settings = {"class": "ODBDataLoader"} | loader.state_dict()["settings"]
     else:
         raise ConfigError(
-            f"a {type(source).__name__} says nothing of its settings: give an ODBDataLoader, a sampler with "
-            "manifest_settings(), or a mapping"
+            f"a {type(source).__name__} says nothing of its settings: give an ODBDataLoader, a sampler with settings() "
+            "(those of odb.samplers have it), or a mapping"
         )
     try:
         plain: dict[str, Any] = json.loads(json.dumps(settings, sort_keys=True, default=_plain, allow_nan=False))
@@ -176,7 +178,7 @@ def _plain(value: Any) -> Any:
 def loader_of(source: Any) -> Any:
     """The `ODBDataLoader` that a source is, or that `odb.apply` put into it; else None."""
     inner = getattr(source, "odb_loader", source)
-    return inner if hasattr(inner, "load_state_dict") and hasattr(inner, "world_size") else None
+    return inner if hasattr(inner, "load_state_dict") and hasattr(inner, "config") else None
 
 
 def fingerprint_of(source: Any) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from odb.errors import ConfigError
 from odb.exchange.rendezvous import exchange_texts
 from odb.feed.engine import ResumePoint, RoundMark
-from odb.feed.source import Level
+from odb.feed.source import Level, remaining
 from odb.plan.types import I64, Measures, RoundState
 
 #: Of the format. A state of another version is refused.
@@ -69,6 +70,17 @@ def _is_settings(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(part, str) for pair in value.items() for part in pair)
 
 
+def _is_ledger(value: Any) -> bool:
+    """None where shares are fixed."""
+    numbers = ("num_keys", "next_key", "num_granted", "num_drawn")
+    return value is None or (
+        isinstance(value, dict)
+        and value.keys() == {*numbers, "waiting"}
+        and all(_is_count(value[name]) for name in numbers)
+        and _is_list(value["waiting"], lambda block: _is_list(block, _is_count) and len(block) == 2)
+    )
+
+
 #: What stands under each key of a local state.
 _KEYS: dict[str, Callable[[Any], bool]] = {
     "version": _is_count,
@@ -89,6 +101,7 @@ _KEYS: dict[str, Callable[[Any], bool]] = {
     "emitted_samples": _is_count,
     "all_emitted_samples": _is_count,
     "agreement_digest": lambda value: type(value) is int,
+    "ledger": _is_ledger,
     "levels": lambda value: _is_list(value, _is_level),
     "order_digest": lambda value: isinstance(value, str),
     "sampler_epoch": lambda value: value is None or _is_count(value),
@@ -143,7 +156,7 @@ def capture(
     num_partial = len(rows) % grad_accum_steps if pending else 0
     partial = rows[len(rows) - num_partial :]
     stand_in = int(mark.stand_ins[num_taken])
-    point = ResumePoint(pending, partial, mark.state, mark.cursor, mark.is_last, stand_in)
+    point = ResumePoint(pending, partial, mark.state, mark.cursor, mark.is_last, stand_in, waiting=mark.waiting)
     return common | _point_fields(point, epoch)
 
 
@@ -169,6 +182,7 @@ def _point_fields(point: ResumePoint, epoch: int) -> State:
         "emitted_samples": state.emitted_samples,
         "all_emitted_samples": state.all_emitted_samples,
         "agreement_digest": state.agreement_digest,
+        "ledger": _ledger_fields(point),
     }
 
 
@@ -183,13 +197,41 @@ def _name_of(fn: Any) -> str:
     return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
 
 
+def _ledger_fields(point: ResumePoint) -> dict[str, Any] | None:
+    """Where the shared order is granted round by round: how far, and what this rank has not used of it."""
+    state = point.state
+    if state.num_keys < 0:
+        return None
+    return {
+        "num_keys": state.num_keys,
+        "next_key": state.next_key,
+        "num_granted": state.num_granted,
+        "num_drawn": state.num_drawn,
+        "waiting": [list(block) for block in point.waiting],
+    }
+
+
+def _with_ledger(point: ResumePoint, fields: dict[str, Any] | None) -> ResumePoint:
+    if fields is None:
+        return point
+    blocks = tuple((int(first), int(end)) for first, end in fields["waiting"])
+    state = replace(
+        point.state,
+        num_keys=fields["num_keys"],
+        next_key=fields["next_key"],
+        num_granted=fields["num_granted"],
+        num_drawn=fields["num_drawn"],
+    )
+    return replace(point, state=state, waiting=blocks)
+
+
 def point_of(state: State) -> ResumePoint | None:
     """Where the epoch goes on; None at its start."""
     if not (state["pending"] or state["round"]):
         return None
     carry = decode_ids(state["carry"])
     nothing = np.zeros(len(carry), np.int64)  # measured again when the samples are read again
-    return ResumePoint(
+    point = ResumePoint(
         pending=tuple(decode_ids(ids) for ids in state["pending"]),
         partial=np.array(state["partial"], np.int64).reshape(-1, 3),
         state=RoundState(
@@ -209,6 +251,7 @@ def point_of(state: State) -> ResumePoint | None:
         stand_in=state["stand_in"],
         is_stream=state["settings"]["shares"] == "iterable",
     )
+    return _with_ledger(point, state["ledger"])
 
 
 def check_state(state: Any) -> State:
@@ -263,12 +306,28 @@ def check_fits(state: State, *, rank: int, world_size: int, settings: dict[str, 
             "places: such an epoch can't be resumed in its middle. Use tail='filler', or start the epoch anew (set_epoch)"
         )
     saved = state["settings"]
-    differing = [k for k in sorted(saved.keys() | settings.keys()) if saved.get(k) != settings.get(k)]
+    names = sorted((saved.keys() | settings.keys()) - {"sharding"})  # see `check_sharding`
+    differing = [k for k in names if saved.get(k) != settings.get(k)]
     if differing:
         sides = "; ".join(f"{k}: saved {saved.get(k, 'nothing')}, now {settings.get(k, 'nothing')}" for k in differing)
         raise ConfigError(
             f"the state was saved with other settings ({sides}): the rest of the epoch would not be the one that was "
             "interrupted. Use the saved settings, or start the epoch anew (set_epoch)"
+        )
+
+
+def check_sharding(state: State, is_elastic: bool) -> None:
+    """Refuses to go on in the middle of an epoch whose samples were shared out otherwise.
+
+    Raises:
+        ConfigError: shows both sides and the remedy.
+    """
+    was_elastic = state["ledger"] is not None
+    if state["round"] and was_elastic != is_elastic:
+        names = {True: "elastic", False: "static"}
+        raise ConfigError(
+            f"the state was saved with {names[was_elastic]} sharding, this loader's is {names[is_elastic]}: give "
+            f"sharding={names[was_elastic]!r}, or start the epoch anew (set_epoch)"
         )
 
 
@@ -325,10 +384,21 @@ def resized(state: State, rank: int, world_size: int) -> State:
     """
     ranks: list[State] = state["ranks"]
     extra = [i for one in ranks for ids in (*one["pending"], one["carry"]) for i in decode_ids(ids).tolist()]
-    level = [[one["cursor"] for one in ranks], encode_ids(sorted(extra))]
+    cursors, waiting = _used(ranks)
+    level = [cursors, encode_ids(sorted([*extra, *waiting]))]
     first = ranks[0]
     fresh = _point_fields(_fresh(first["epoch"]), first["epoch"])
     return first | fresh | {"rank": rank, "world_size": world_size, "levels": [*first["levels"], level]}
+
+
+def _used(ranks: list[State]) -> tuple[list[int], list[int]]:
+    """How much of the order is used up, share by share, and identities of what was granted and not read."""
+    first = ranks[0]
+    if first["ledger"] is None:
+        return [one["cursor"] for one in ranks], []
+    shared = remaining(int(first["settings"]["num_samples"]), levels_of(first))
+    blocks = [block for one in ranks for block in one["ledger"]["waiting"]]
+    return [first["ledger"]["next_key"]], [i for start, end in blocks for i in shared[start:end].tolist()]
 
 
 def levels_of(state: State) -> tuple[Level, ...]:

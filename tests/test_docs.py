@@ -135,12 +135,13 @@ def test_named_files_exist(page: Path) -> None:
         assert (ROOT / name).exists(), f"{page.name} names {name}, which does not exist"
 
 
-def test_named_tests_exist() -> None:
-    text = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["protocol.md", "guarantees.md"])
+def test_named_tests_exist(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert len(named) >= 8, "each guarantee names a test"
     for file, name in named:
-        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"docs/protocol.md names {file}::{name}"
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"docs/{page} names {file}::{name}"
 
 
 def test_make_targets_exist() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +36,25 @@ class Delivery:
     bound: str
 
 
+class Pool(Protocol):
+    """Processes that collate (see `odb.feed.pool`)."""
+
+    depth: int
+
+    @property
+    def is_running(self) -> bool:
+        """Whether `submit` may be called."""
+
+    def note(self, seconds: float) -> None:
+        """How long a collation took in this process."""
+
+    def submit(self, samples: list[Any], plan: StepPlan) -> None:
+        """Has a batch made."""
+
+    def result(self, plan: StepPlan) -> Any:
+        """The batch of a step that was submitted; in the order of submission."""
+
+
 class Assembler:
     """Makes the batches of one rank. Remembers a cheap sample of the last real group, to stand in where it is idle."""
 
@@ -53,6 +76,8 @@ class Assembler:
         self.label_shift = label_shift
         self.filler_fn = filler_fn
         self.first_sample = first_sample
+        #: Where random numbers of `collate_fn` come from: (seed, epoch, rank), None: from wherever they are.
+        self.address: tuple[int, int, int] | None = None
         self._cheapest: Any = None
         self._has_cheapest = False
         self._has_warned = False
@@ -63,17 +88,40 @@ class Assembler:
 
     def deliver(self, emission: Emission) -> Delivery | None:
         """The batch of a step; None where this rank is idle and idle steps are skipped (`tail="skip"`)."""
-        plan = emission.plan
-        if plan.idle:
-            if self.config.tail == "skip":
-                return None
-            return Delivery(self.collate([self._filler()]), step_info(plan, self.config.loss_scaling), "idle")
+        samples = self.prepare(emission)
+        if samples is None:
+            return None
+        return self.labelled(self.batch(samples, emission.plan), emission)
+
+    def prepare(self, emission: Emission) -> list[Any] | None:
+        """The samples that a step's batch is made of: its group, or what stands in for one."""
+        if emission.plan.idle:
+            return None if self.config.tail == "skip" else [self._filler()]
         lengths = [measure.length for measure in emission.measures]
         self._cheapest = emission.samples[lengths.index(min(lengths))]
         self._has_cheapest = True
-        batch = self.collate(emission.samples)
-        self._check(batch, plan)
-        return Delivery(batch, step_info(plan, self.config.loss_scaling), self._bound(emission))
+        return emission.samples
+
+    def batch(self, samples: list[Any], plan: StepPlan) -> Any:
+        """Collates a step's samples and counts its labels again. Depends on nothing that other steps have left here."""
+        if self.address is not None:
+            seed_generators((*self.address, plan.step))
+        batch = self.collate(samples)
+        if not plan.idle:
+            self._check(batch, plan)
+        return batch
+
+    def labelled(self, batch: Any, emission: Emission) -> Delivery:
+        """A batch with its info."""
+        bound = "idle" if emission.plan.idle else self._bound(emission)
+        return Delivery(batch, step_info(emission.plan, self.config.loss_scaling), bound)
+
+    def alone(self) -> Assembler:
+        """A copy that can be sent to another process and knows `batch` alone."""
+        other = copy(self)
+        other.filler_fn, other.first_sample = None, _no_sample
+        other.forget()
+        return other
 
     def collate(self, samples: list[Any]) -> Any:
         """The user's `collate_fn`, run on the samples of one group."""
@@ -183,6 +231,18 @@ def _full_rows(sample: Any, length: int, config: PlanConfig) -> list[Any]:
     return (row + rest or [sample]) * config.rows_per_batch
 
 
+def _no_sample() -> None:
+    return None
+
+
+def seed_generators(address: tuple[int, ...]) -> None:
+    """Seeds this process's global generators, so that a `collate_fn` that draws gives a step the same in any process."""
+    words = np.random.SeedSequence(address).generate_state(3, np.uint64).tolist()
+    random.seed(words[0])
+    np.random.seed(words[1] & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(words[2] >> 1)
+
+
 def probe_shape(budget: int, length: int) -> tuple[int, int]:
     """Rows and width whose product is `budget`: the most rows whose width is at least `length` and that divide it."""
     rows = max(1, budget // max(1, length))
@@ -238,21 +298,49 @@ def step_info(plan: StepPlan, loss_scaling: str) -> ODBStepInfo:
 
 
 def deliveries(
-    items: Iterator[Any], assembler: Assembler, *, warmup_probe: bool, is_closed: Callable[[], bool]
+    items: Iterator[Any],
+    assembler: Assembler,
+    *,
+    warmup_probe: bool,
+    is_closed: Callable[[], bool],
+    pool: Pool | None = None,
 ) -> Iterator[Any]:
-    """Emissions as deliveries; other items (`PeersClosed`) pass through; nothing is collated once the consumer left."""
+    """Emissions as deliveries, in order; other items (`PeersClosed`) pass through.
+
+    Nothing is collated once the consumer left. With a pool as many steps are under way as it takes, but never steps of
+    two rounds: the next round may have to wait for other ranks, which must not keep back what is ready.
+    """
+    under_way: deque[Emission] = deque()
     for item in items:
         if not isinstance(item, Emission):
             yield item
             continue
         if is_closed():
+            under_way.clear()
             continue
         if warmup_probe:
             warmup_probe = False
             yield probe_delivery(item, assembler)
-        delivery = assembler.deliver(item)
-        if delivery is not None:
-            yield delivery
+        samples = assembler.prepare(item)
+        if pool is None or not pool.is_running:
+            if samples is not None:
+                yield _collated_here(assembler, samples, item, pool)
+            continue
+        if samples is not None:
+            pool.submit(samples, item.plan)
+            under_way.append(replace(item, samples=[]))
+        del samples
+        most = pool.depth if item.more else 0
+        while len(under_way) > most and not is_closed():
+            yield assembler.labelled(pool.result(under_way[0].plan), under_way.popleft())
+
+
+def _collated_here(assembler: Assembler, samples: list[Any], item: Emission, pool: Pool | None) -> Delivery:
+    began = time.perf_counter()
+    batch = assembler.batch(samples, item.plan)
+    if pool is not None:
+        pool.note(time.perf_counter() - began)
+    return assembler.labelled(batch, item)
 
 
 def probe_delivery(first: Emission, assembler: Assembler) -> Delivery:

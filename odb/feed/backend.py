@@ -23,8 +23,7 @@ from odb.feed.assemble import Delivery
 from odb.feed.channel import Channel, channel_pair
 from odb.feed.collator import REASON_S, publish_failure_at, run
 from odb.feed.engine import PeersClosed, ResumePoint
-from odb.feed.handoff import loads_bytes
-from odb.feed.messages import Begin, Counts, Delivered, End, Failed, Finished, PeersLeft, Shutdown, Taken
+from odb.feed.messages import Begin, Counts, Delivered, End, Failed, Finished, PeersLeft, Shutdown, Taken, rebuilt
 from odb.feed.node import Node, NodeSpec
 from odb.feed.source import Order
 
@@ -232,20 +231,6 @@ class ProcessBackend:
         check_owner(self._owner_pid)
         if self._error is not None:
             raise self._error
-
-
-def rebuilt(message: Failed) -> BaseException:
-    """The collate process's exception, of its own type where possible, caused by the original traceback's text."""
-    cause = SampleError(f"in the collate process:\n{message.text}")
-    if message.error is not None:
-        try:
-            error = loads_bytes(message.error)
-        except Exception:  # user exceptions may refuse in any way
-            error = None
-        if isinstance(error, BaseException):
-            error.__cause__ = cause
-            return error
-    return cause
 
 
 def unpicklable_error(spec: NodeSpec, start_method: str, error: Exception) -> Exception:

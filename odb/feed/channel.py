@@ -103,15 +103,15 @@ class Channel:
             self._close_if_amid(0)  # the one that was interrupted may not have come to that
             self._check_open()
             data, fd, block = self._encode(packed)
-            is_sent = False
             try:
                 self._send_all(memoryview(data), [] if fd is None else [fd], deadline)
-                is_sent = True
+            except TimeoutError:  # nothing went; after anything else the other end might read the block yet
+                if block is not None and self._rings[0] is not None:
+                    self._rings[0].release(block)
+                raise
             finally:
                 if fd is not None:
                     os.close(fd)
-                if not is_sent and block is not None and self._rings[0] is not None:
-                    self._rings[0].release(block)
                 self._close_if_amid(0)
 
     def recv(self, timeout: float | None = None, place: handoff.Place | None = None) -> Any:

@@ -78,49 +78,48 @@ def unpack(block: memoryview, num_head_bytes: int, num_buffers: int) -> list[Rec
     if isinstance(content, list):
         return content
     rows, keys, columns = content
-    chunk = Chunk(keys, _values([_Column(*column) for column in columns], buffers), len(rows))
+    values = _values([_Column(*column) for column in columns], buffers)
+    chunk = Chunk([dict(zip(keys, row, strict=True)) for row in zip(*values, strict=True)])
     return [Record(row[0], Row(chunk, k), Measure(*row[1:])) for k, row in enumerate(rows)]
 
 
 class Chunk:
-    """The samples of a chunk by column, as views of one block; each `Row` is one of them.
+    """The samples of a chunk, whose values are views of one block; each `Row` is one of them.
 
     Once less than a quarter of them is left, these get memory of their own, so that few samples never hold much memory.
     """
 
-    __slots__ = ("columns", "is_block_alive", "keys", "num_left", "num_rows")
+    __slots__ = ("is_block_alive", "num_left", "num_rows", "samples")
 
-    def __init__(self, keys: list[Any], columns: list[list[Any]], num_rows: int) -> None:
-        self.keys = keys
-        self.columns = columns
-        self.num_rows = num_rows
-        self.num_left = num_rows
+    def __init__(self, samples: list[dict[Any, Any] | None]) -> None:
+        self.samples = samples
+        self.num_rows = self.num_left = len(samples)
         self.is_block_alive = True
-
-    def sample(self, row: int) -> dict[Any, Any]:
-        """A row as the dict that it was."""
-        return {key: column[row] for key, column in zip(self.keys, self.columns, strict=True)}
 
     def drop(self, row: int) -> None:
         """Nobody will ask for this row again."""
-        for column in self.columns:
-            column[row] = None
+        self.samples[row] = None
         self.num_left -= 1
         if self.is_block_alive and 4 * self.num_left < self.num_rows:
             self.is_block_alive = False
-            copies = {id(column): _copied(column) for column in self.columns}  # one column may stand for two keys
-            self.columns = [copies[id(column)] for column in self.columns]
+            for sample in self.samples:
+                if sample is not None:
+                    _own(sample)
 
 
-def _copied(column: list[Any]) -> list[Any]:
-    return [
-        value.clone() if type(value) is torch.Tensor else value.copy() if type(value) is np.ndarray else value
-        for value in column
-    ]
+def _own(sample: dict[Any, Any]) -> None:
+    """Copies a sample's values out of the block, in place; one value under two keys stays one."""
+    copies: dict[int, Any] = {}
+    for key, value in sample.items():
+        kind = type(value)
+        if kind is torch.Tensor or kind is np.ndarray:
+            if id(value) not in copies:
+                copies[id(value)] = value.clone() if kind is torch.Tensor else value.copy()
+            sample[key] = copies[id(value)]
 
 
 class Row:
-    """A sample that has not been put together yet."""
+    """A sample of a chunk."""
 
     __slots__ = ("_chunk", "_number")
 
@@ -128,9 +127,9 @@ class Row:
         self._chunk = chunk
         self._number = number
 
-    def take(self) -> dict[Any, Any]:
-        """The sample; a new dict of the same values each time."""
-        return self._chunk.sample(self._number)
+    def take(self) -> Any:
+        """The sample; the same object each time."""
+        return self._chunk.samples[self._number]
 
     def __del__(self) -> None:
         self._chunk.drop(self._number)
@@ -140,7 +139,9 @@ class Row:
 
 
 def _is_plain(records: list[Record]) -> bool:
-    """Whether all samples are plain dicts of the same keys in the same order."""
+    """Whether all samples are plain dicts of the same keys in the same order. An empty chunk is none."""
+    if not records:
+        return False
     first = records[0].sample
     if type(first) is not dict:
         return False

@@ -22,16 +22,19 @@ from odb.exchange.gloo import report_failure
 from odb.feed import supervise
 from odb.feed.channel import Channel, close_inherited
 from odb.feed.engine import PeersClosed
-from odb.feed.handoff import dumps_bytes
-from odb.feed.messages import Begin, Counts, Delivered, End, Failed, Finished, PeersLeft, Shutdown, Taken
+from odb.feed.messages import Begin, Counts, Delivered, End, Failed, Finished, PeersLeft, Shutdown, Taken, pickled
 from odb.feed.node import Node, NodeSpec
 
 _SLICE_S = 0.2
 _LONG_SLICE_S = 0.5  # between epochs
 _LINGER_S = 3.0
+#: How long a training process that broke its link may take to say why.
+_REASON_OF_OWN_S = 1.5
 #: How long a rank that left an epoch may take to say that it failed, before the others are told that it just left.
 REASON_S = 1.0
 _GRACE_S = 2.0
+#: A window holds tens of thousands of objects, none of them in a cycle: looked through less often than by default.
+_GC_THRESHOLDS = (20_000, 20, 20)
 
 
 class _Stop(BaseException):
@@ -49,6 +52,7 @@ def run(spec: NodeSpec, channel: Channel, parent_pid: int, use_signal: bool) -> 
     close_inherited(keep=(channel,))
     torch.set_num_threads(1)
     gc.freeze()  # what was imported or inherited is not looked through again and again
+    gc.set_threshold(*_GC_THRESHOLDS)
     server = _Server(spec, channel, parent_pid)
     code = 0
     try:
@@ -57,7 +61,7 @@ def run(spec: NodeSpec, channel: Channel, parent_pid: int, use_signal: bool) -> 
         server.pass_on(stop.failure)
     except ChannelClosed as error:  # nobody said goodbye
         code = supervise.ORPHANED
-        time.sleep(_SLICE_S)  # a training process that lives says itself what went wrong: that comes first
+        time.sleep(_REASON_OF_OWN_S)  # a training process that lives says itself what went wrong: that comes first
         server.pass_on(f"the training process of this rank is gone, or broke its link without a word: {error}")
     except BaseException as error:  # whatever it is, all ranks must learn of it
         code = 1
@@ -198,12 +202,3 @@ def publish_failure_at(spec: NodeSpec, text: str) -> None:
     """Tells the other ranks of a failure where this rank's exchange could not be made. Never raises."""
     if spec.address is not None:
         report_failure(spec.address, text)
-
-
-def pickled(error: BaseException) -> bytes | None:
-    """The exception as bytes, None where it does not survive pickling."""
-    try:
-        data: bytes = dumps_bytes(error)
-    except Exception:  # user exceptions may refuse in any way
-        return None
-    return data

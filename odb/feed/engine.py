@@ -18,8 +18,9 @@ from odb.errors import DisagreementError, MeasureError
 from odb.exchange.base import Exchange
 from odb.feed.chunk import Record
 from odb.feed.cut import PIECE, pieces, sample_of
+from odb.feed.elastic import ENDLESS
 from odb.feed.measure import Measure
-from odb.plan import cost
+from odb.plan import cost, grants
 from odb.plan import round as protocol
 from odb.plan.types import I64, Agreement, Measures, PlanConfig, RoundState, StepPlan, Verdict
 from odb.plan.wire import digest
@@ -31,6 +32,9 @@ class Feed(Protocol):
     def take(self, poll: Callable[[], None]) -> list[Record] | None:
         """The next chunk of records, None when the epoch's order is used up; calls `poll` while it waits."""
 
+    def grant(self, block: range, is_complete: bool) -> None:
+        """More keys of a shared order; `is_complete`: no rank gets any behind them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Emission:
@@ -39,6 +43,7 @@ class Emission:
     plan: StepPlan
     samples: list[Any]
     measures: list[Any]  # `Measure` of each sample
+    more: bool = False  # another step of this round follows, without waiting for anybody
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,8 @@ class RoundMark:
         cursor: keys of the rank's order that were used up when the round's window closed.
         is_last: the epoch is over after this round.
         stand_ins: (T + 1,) identity of the sample that fills in for this rank after 0 to T steps; -1: none yet.
+        waiting: first and end of each block of keys that this rank was granted and had not used, grants of the round
+            included; empty where shares are fixed.
     """
 
     first_step: int
@@ -71,6 +78,7 @@ class RoundMark:
     cursor: int
     is_last: bool
     stand_ins: I64
+    waiting: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,7 @@ class ResumePoint:
     is_last: bool
     stand_in: int = -1  # see `RoundMark.stand_ins`
     is_stream: bool = False  # all of it is read again: the stand-in is kept when it passes by
+    waiting: tuple[tuple[int, int], ...] = ()  # see `RoundMark.waiting`
 
     @property
     def head(self) -> tuple[int, ...]:
@@ -118,6 +127,7 @@ class EpochJob:
     pass_length: int | None = None  # keys of one pass, where passes repeat until a quota is reached
     resume: ResumePoint | None = None
     place: int = 0  # digest of where the epoch starts, equal on all ranks
+    waiting: list[range] | None = None  # granted and not used, where one order is shared: `num_keys` are all ranks'
     mark: RoundMark | None = None
     cursor: int = 0
     _num_refused: int = 0  # records in a row that could not be planned
@@ -131,32 +141,42 @@ class EpochJob:
 
         After a `PeersClosed` the consumer must close this rank's side too, or give up with an error; the loop waits.
         """
-        state = replace(RoundState.start(self.epoch), agreement_digest=self.place)
+        state = replace(self._first_state(), agreement_digest=self.place)
         if self.resume is not None:
             state, is_over = yield from self._replay(self.resume)
             if is_over:
                 return
         while True:
+            first_key = self.cursor
             arrivals, exhausted = self._gather(state)
             closed = self.is_closed()
             proposal = protocol.propose(
-                self.config, state, arrivals, exhausted=exhausted, closed=closed, config_digest=self.config_digest
+                self.config,
+                state,
+                arrivals,
+                exhausted=exhausted,
+                closed=closed,
+                config_digest=self.config_digest,
+                num_used=self.cursor - first_key,
             )
             agreement = self._agree(protocol.encode(proposal.report))
             self.rounds += 1
             if agreement.verdict in (Verdict.END, Verdict.ALL_CLOSED):
-                self._count_dropped(agreement.verdict)
+                self._count_dropped(agreement.verdict, state)
                 return
             if agreement.verdict is Verdict.PEER_CLOSED:
                 yield from self._wait_for_close(agreement, closed)
                 state = replace(state, round=state.round + 1, agreement_digest=agreement.digest)
                 continue
+            self._book_grants(agreement, state)
             plan = protocol.form(self.config, proposal, agreement, self.exchange.rank)
             totals = self.exchange.all_reduce_sum(plan.totals, self.poll) if agreement.num_steps else plan.totals
             outcome = protocol.conclude(self.config, plan, totals, self.exchange.world_size, self.exchange.rank)
             for identity in outcome.dropped_ids.tolist():
                 del self._held[identity]
-            self.dropped["tail"] += len(outcome.dropped_ids) + (self._num_undrawn() if outcome.ended else 0)
+            self.dropped["tail"] += len(outcome.dropped_ids) + (
+                self._num_undrawn(outcome.state) if outcome.ended else 0
+            )
             self.mark = RoundMark(
                 state.step,
                 tuple(s.ids for s in outcome.steps),
@@ -166,16 +186,48 @@ class EpochJob:
                 self.cursor,
                 outcome.ended,
                 self._stand_ins(outcome.steps),
+                self._blocks(),
             )
             yield from self._emit(outcome.steps)
             state = outcome.state
             if outcome.ended:
                 return
 
+    def _first_state(self) -> RoundState:
+        if self.waiting is None:
+            return RoundState.start(self.epoch)
+        num_keys = ENDLESS if self.num_keys is None else self.num_keys
+        return grants.start(self.epoch, num_keys, self.exchange.rank, self.exchange.world_size)
+
+    def _book_grants(self, agreement: Agreement, state: RoundState) -> None:
+        """Passes on what this rank is granted, before it plans: the workers read meanwhile."""
+        if self.waiting is None:
+            return
+        block = grants.block(agreement.grants, agreement.first_key, self.exchange.rank)
+        self.waiting.append(block)
+        self.feed.grant(block, agreement.first_key + int(agreement.grants.sum()) >= state.num_keys)
+
+    def _blocks(self) -> tuple[tuple[int, int], ...]:
+        return tuple((block.start, block.stop) for block in self.waiting or () if len(block))
+
+    def _use_keys(self, num: int) -> None:
+        """Keys have been used up."""
+        self.cursor += num
+        while self.waiting and num:
+            block = self.waiting.pop(0)
+            if num < len(block):
+                self.waiting.insert(0, block[num:])
+            num -= min(num, len(block))
+
+    def _has_keys(self) -> bool:
+        """Whether there may be something to draw: always, where shares are fixed."""
+        return self.waiting is None or any(map(len, self.waiting))
+
     def _emit(self, steps: tuple[StepPlan, ...]) -> Iterator[Emission]:
         for step in steps:
             records = [self._held.pop(identity) for identity in step.ids.tolist()]
-            emission = Emission(step, [r.take() for r in records], [r.measure for r in records])
+            more = step is not steps[-1]
+            emission = Emission(step, [r.take() for r in records], [r.measure for r in records], more)
             del records  # their memory goes with the batch
             yield emission
             del emission
@@ -213,12 +265,15 @@ class EpochJob:
         steps = protocol.replayed(
             self.config, state, window, slots, point.partial, all_totals, self.exchange.world_size
         )
-        is_short = all_missing > 0 and self.config.sample_quota is not None
-        is_over = point.is_last and not all_left and not is_short
+        quota = self.config.sample_quota
+        is_over = point.is_last and (not all_left if quota is None else state.all_emitted_samples >= quota)
+        self.dropped["tail"] += len(left) if is_over else 0
         if steps:
             groups = tuple(step.ids for step in steps)
             marks = self._stand_ins(steps)
-            self.mark = RoundMark(steps[0].step, groups, all_totals, point.partial, state, point.cursor, is_over, marks)
+            self.mark = RoundMark(
+                steps[0].step, groups, all_totals, point.partial, state, point.cursor, is_over, marks, point.waiting
+            )
         yield from self._emit(steps)
         return state, is_over
 
@@ -282,12 +337,12 @@ class EpochJob:
             details = self.explain()
             raise DisagreementError(f"{error}\n{details}" if details else str(error), error.ranks) from None
 
-    def _count_dropped(self, verdict: Verdict) -> None:
+    def _count_dropped(self, verdict: Verdict, state: RoundState) -> None:
         """What the epoch's end finds here: all that was drawn, also for a round that planned nothing."""
         if verdict is Verdict.ALL_CLOSED:
             self.dropped["closed"] += len(self._held)
         else:
-            self.dropped["tail"] += len(self._held) + self._num_undrawn()
+            self.dropped["tail"] += len(self._held) + self._num_undrawn(state)
         self._held.clear()
 
     def _wait_for_close(self, agreement: Agreement, closed: bool) -> Iterator[PeersClosed]:
@@ -300,17 +355,21 @@ class EpochJob:
         taken: list[Record] = []
         exhausted = False
         while all(n > 0 for n in need) and not self.is_closed():
-            if not self._backlog and not self._draw():
+            if not self._has_keys() or (not self._backlog and not self._draw()):
                 exhausted = True
                 break
             self._use_backlog(taken, need)
-        exhausted = exhausted or self.cursor == self.num_keys  # told a round earlier than by drawing in vain
+        # Told a round earlier than by drawing in vain.
+        exhausted = exhausted or (self.cursor == self.num_keys if self.waiting is None else not self._has_keys())
         held = int(state.window.length.sum()) + sum(r.measure.length for r in taken if r.measure)
         self.max_held_tokens = max(self.max_held_tokens, held)
         return _measures(taken), exhausted
 
-    def _num_undrawn(self) -> int:
-        """Sample views of an epoch that ends by an option before they were drawn."""
+    def _num_undrawn(self, state: RoundState) -> int:
+        """Sample views of an epoch that ends by an option before they were drawn; ungranted ones are rank 0's."""
+        if self.waiting is not None:
+            ungranted = state.num_keys - state.next_key if self.num_keys is not None and not self.exchange.rank else 0
+            return sum(map(len, self.waiting)) + ungranted
         return self.num_keys - self.cursor if self.num_keys is not None else 0
 
     def _draw(self) -> bool:
@@ -344,7 +403,7 @@ class EpochJob:
                 need[2] -= one.measure.num_bytes
             if need[0] <= 0 or need[1] <= 0 or need[2] <= 0:
                 break
-        self.cursor += used
+        self._use_keys(used)
         self._backlog = self._backlog[used:]
 
     def _admitted(self, record: Record, is_large: bool) -> list[Record]:

@@ -18,8 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from odb.errors import SampleError
 from odb.feed.assemble import Delivery
 from odb.feed.engine import ResumePoint, RoundMark
+from odb.feed.handoff import dumps_bytes, loads_bytes
 from odb.feed.source import Order
 
 
@@ -100,3 +102,26 @@ class Failed:
 
 
 Message = Any  # one of the above
+
+
+def pickled(error: BaseException) -> bytes | None:
+    """The exception as bytes, None where it does not survive pickling."""
+    try:
+        data: bytes = dumps_bytes(error)
+    except Exception:  # user exceptions may refuse in any way
+        return None
+    return data
+
+
+def rebuilt(message: Failed, where: str = "collate process") -> BaseException:
+    """Another process's exception, of its own type where possible, caused by the original traceback's text."""
+    cause = SampleError(f"in the {where}:\n{message.text}")
+    if message.error is not None:
+        try:
+            error = loads_bytes(message.error)
+        except Exception:  # user exceptions may refuse in any way
+            error = None
+        if isinstance(error, BaseException):
+            error.__cause__ = cause
+            return error
+    return cause

@@ -20,6 +20,7 @@ from odb.feed.cut import PIECE, sample_of
 from odb.feed.engine import EpochJob, ResumePoint
 from odb.feed.measure import Measurer
 from odb.feed.messages import Counts
+from odb.feed.pool import CollatePool
 from odb.feed.source import Inbox, Order, Source, SourceConfig, seeded
 from odb.plan.types import PlanConfig
 from odb.plan.wire import digest
@@ -57,6 +58,13 @@ def measurer_of(options: ODBConfig) -> Measurer:
     )
 
 
+def _place(order: Order) -> int:
+    """Digest of where an epoch starts: equal on all ranks where they share one order."""
+    if order.common is not None:
+        return digest(repr(order.levels), order.common.tobytes())
+    return digest(repr(order.levels)) if order.levels else 0
+
+
 @contextlib.contextmanager
 def workers_starting(num_workers: int) -> Iterator[None]:
     """Says what is short where workers can't be started because /dev/shm is full: their queues need a little of it."""
@@ -84,6 +92,10 @@ class DirectFeed:
         """The next chunk, read in this thread."""
         poll()
         return self._source.next_chunk()
+
+    def grant(self, block: range, is_complete: bool) -> None:
+        """More keys of a shared order."""
+        self._source.grant(block, is_complete)
 
     def stop(self) -> None:
         """Nothing runs by itself."""
@@ -116,9 +128,14 @@ class ThreadFeed:
             with contextlib.suppress(TimeoutError):
                 return self._inbox.take(_SLICE_S)
 
+    def grant(self, block: range, is_complete: bool) -> None:
+        """More keys of a shared order."""
+        self._source.grant(block, is_complete)
+
     def stop(self) -> None:
         """Lets the thread go; it ends after the chunk that it is waiting for."""
         self._inbox.stop()
+        self._source.release()
 
     def is_stopped(self, timeout: float) -> bool:
         """Whether the thread has ended within `timeout` seconds."""
@@ -144,9 +161,23 @@ class Node:
             filler_fn=spec.options.filler_fn,
             first_sample=self._first_sample,
         )
+        self.pool = self._make_pool()
         self._probe_due = spec.options.warmup_probe
         self.job: EpochJob | None = None
         self.feed: DirectFeed | ThreadFeed | None = None
+
+    def _make_pool(self) -> CollatePool | None:
+        """The processes that share a slow `collate_fn`; none in the training process itself."""
+        source, wanted = self.spec.source, self.spec.options.collate_workers
+        if not source.num_workers:
+            return None
+        return CollatePool(
+            self.assembler,
+            source.num_workers if wanted == "auto" else int(wanted),
+            is_auto=wanted == "auto",
+            start_method=source.multiprocessing_context,
+            poll=self._poll_and_check,
+        )
 
     def _first_sample(self) -> Any:
         """What fills in for a rank that had no group yet: in a resumed epoch the sample that did before."""
@@ -173,6 +204,9 @@ class Node:
         """Starts an epoch; yields its deliveries (and `PeersClosed`) in order."""
         if resume is not None or not self.spec.source.is_iterable:
             self.assembler.forget()
+        if self.pool is not None:
+            self.assembler.address = (self.plan.seed, order.epoch, order.rank)
+            self.pool.prepare()
         with workers_starting(self.spec.source.num_workers):
             self.source.begin(order, seeded(base_seed, order.rank))
         exchange = self.connect()  # only now: the workers start meanwhile
@@ -192,10 +226,11 @@ class Node:
             resume=resume,
             num_keys=None if self.spec.source.is_iterable or not order.passes else order.num_keys,
             pass_length=None if order.passes else order.pass_length,
-            place=digest(repr(order.levels)) if order.levels else 0,
+            place=_place(order),
+            waiting=[range(first, end) for first, end in order.waiting] if order.is_elastic else None,
         )
         probe, self._probe_due = self._probe_due, False
-        return deliveries(self.job.steps(), self.assembler, warmup_probe=probe, is_closed=is_closed)
+        return deliveries(self.job.steps(), self.assembler, warmup_probe=probe, is_closed=is_closed, pool=self.pool)
 
     def _poll_and_check(self) -> None:
         """Reacts to the caller, and to a peer's failure also while this rank draws and is in no collective."""
@@ -224,6 +259,8 @@ class Node:
         """Leaves the exchange and ends the workers. False if a worker is stuck: then only ending the process helps."""
         if self.exchange is not None:
             self.exchange.close()
+        if self.pool is not None:
+            self.pool.close()
         if self.feed is not None:
             self.feed.stop()
             if not self.feed.is_stopped(grace_s):

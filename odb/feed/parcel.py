@@ -39,6 +39,7 @@ class PostOffice:
 
     def __init__(self, num_workers: int, num_blocks: int) -> None:
         self.rings = [make_ring(num_blocks, BLOCK_BYTES) for _ in range(num_workers)]
+        self.generation = 0
         self._token = next(_tokens)
         _post_offices[self._token] = self
 
@@ -48,63 +49,74 @@ class PostOffice:
         return Packer(self._token, self.rings)
 
     def reset(self) -> None:
-        """New workers begin: what older ones left unopened is forgotten."""
+        """New workers begin: what older ones left unopened is forgotten, and frees no block any more."""
+        self.generation += 1
         for ring in self.rings:
             if ring is not None:
                 ring.reset()
 
 
 class Parcel:
-    """A chunk that has arrived."""
+    """A chunk that has arrived. Its worker may end before it is opened."""
+
+    _fd = -1
 
     def __init__(self, layout: tuple[int, int], place: Place, data: bytes = b"") -> None:
         self._layout = layout  # bytes of the stream, number of buffers
         self._place = place
         self._data = data
-        post_office = _post_offices.get(place.token)
-        self._ring = post_office.rings[place.worker] if post_office is not None else None
+        self._office = _post_offices.get(place.token)
+        self._generation = self._office.generation if self._office is not None else 0
+        self._holds_block = place.block >= 0
+        if place.block >= 0 and place.fd >= 0:
+            self._fd = _opened(place)
 
     def open(self) -> list[Record]:
-        """The records."""
+        """The records. Once."""
         return unpack(self._block().data, *self._layout)
 
     def _block(self) -> Bytes:
-        place = self._place
+        place, ring = self._place, self._ring
         if place.block < 0:
             self._try_lending()
             return np.frombuffer(bytearray(self._data), np.uint8)
-        assert self._ring is not None
-        if place.fd < 0:
-            memory: Bytes = self._ring.block(place.block, place.num_bytes).copy()
+        if place.fd >= 0:
+            memory = map_memory(self._fd, place.num_bytes)
         else:
-            memory = _mapped(place)
+            assert ring is not None
+            memory = ring.block(place.block, place.num_bytes).copy()
         self._release()
         return memory
+
+    @property
+    def _ring(self) -> Ring | None:
+        return self._office.rings[self._place.worker] if self._office is not None else None
 
     def _try_lending(self) -> None:
         """Finds out whether this process may open the worker's descriptors."""
         if self._ring is not None and self._place.fd >= 0:
             try:
-                os.close(os.open(f"/proc/{self._place.pid}/fd/{self._place.fd}", os.O_RDWR | os.O_CLOEXEC))
+                os.close(_opened(self._place))
             except OSError:
                 return
             self._ring.may_lend = True
 
     def _release(self) -> None:
-        if self._ring is not None and self._place.block >= 0:
-            self._ring.release(self._place.block)
-            self._ring = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        office, ring = self._office, self._ring
+        if self._holds_block and office is not None and ring is not None and office.generation == self._generation:
+            ring.release(self._place.block)
+        self._holds_block = False
 
     def __del__(self) -> None:
-        self._release()
+        if hasattr(self, "_holds_block"):
+            self._release()
 
 
-def _mapped(place: Place) -> Bytes:
-    fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return map_memory(fd, place.num_bytes)
-    finally:
-        os.close(fd)
+def _opened(place: Place) -> int:
+    return os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
 class Place:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from odb.errors import MeasureError
 from odb.feed.chunk import Record
+from odb.feed.granted import GrantedKeys
 from odb.feed.measure import Measurer
 from odb.feed.parcel import PostOffice
 from odb.feed.supervise import ChildWatch, guard_against_orphaning, ignore_interrupts
@@ -70,11 +71,21 @@ class Order:
     head: tuple[int, ...] = ()  # identities to read first: planned or carried when the state was saved
     cursor: int = 0  # then go on behind this many keys
     levels: tuple[Level, ...] = ()  # interruptions of this epoch on other numbers of ranks
+    is_elastic: bool = False  # who reads which position is granted round by round, see `odb.plan.grants`
+    common: np.ndarray[Any, Any] | None = None  # dataset indices by position, where a sampler gave the shared order
+    waiting: tuple[tuple[int, int], ...] = ()  # elastic: first and end of each block of keys to read behind `head`
+    is_complete: bool = False  # elastic: nothing will be granted behind them
 
     @property
     def pass_length(self) -> int:
-        """Keys of one pass of this rank."""
+        """Keys of one pass of this rank; of all ranks together where it is elastic."""
+        if self.is_elastic:
+            return len(self.shared())
         return len(self.keys) if self.keys is not None else len(self._share())
+
+    def shared(self) -> np.ndarray[Any, Any] | range:
+        """Identities of one pass in the order in which they are granted."""
+        return remaining(self.num_samples, self.levels) if self.levels else range(self.num_samples)
 
     @property
     def num_keys(self) -> int:
@@ -99,6 +110,8 @@ class Order:
 
 def permutation(order: Order, number: int) -> np.ndarray[Any, Any]:
     """Global order of one pass: position -> dataset index, shape (num_samples,). The same on all ranks."""
+    if order.common is not None:
+        return order.common
     if not order.shuffle:
         return np.arange(order.num_samples, dtype=np.int64)
     key = np.random.SeedSequence([order.seed, order.epoch, number]).generate_state(2, np.uint64)
@@ -112,9 +125,13 @@ class IndexSource:
         self.max_chunk = max_chunk
         self.ramp = ramp  # chunks of one size before the size doubles
         self.order = Order(epoch=0, keys=())
+        self.granted = GrantedKeys()
 
     def __iter__(self) -> Iterator[list[tuple[int, int, Any]]]:
         order = self.order
+        if order.is_elastic:
+            yield from self._granted_chunks(order)
+            return
         chunk: list[tuple[int, int, Any]] = []
         size, made = min(FIRST_CHUNK, self.max_chunk), 0
         for key in self._keys(order):
@@ -125,6 +142,20 @@ class IndexSource:
                 size = min(self.max_chunk, FIRST_CHUNK << min(made // self.ramp, 16))
         if chunk:
             yield chunk
+
+    def _granted_chunks(self, order: Order) -> Iterator[list[tuple[int, int, Any]]]:
+        """Chunks of what is granted so far; an empty one where nothing is."""
+        head = list(_head_keys(order))
+        for first in range(0, len(head), self.max_chunk):
+            yield head[first : first + self.max_chunk]
+        shared, passes, made = order.shared(), _Passes(order), 0
+        while True:
+            size = min(self.max_chunk, FIRST_CHUNK << min(made // self.ramp, 16))
+            positions = self.granted.take(size)
+            if positions is None:
+                return
+            made += bool(positions)
+            yield [(order.epoch, *passes.key(position, shared)) for position in positions]
 
     @staticmethod
     def _keys(order: Order) -> Iterator[tuple[int, int, Any]]:
@@ -141,6 +172,23 @@ class IndexSource:
                 for identity, key in zip(ids[block].tolist(), plain, strict=True):
                     yield order.epoch, identity, key
             number, skip = number + 1, 0
+
+
+class _Passes:
+    """Positions in the shared order, pass by pass, as identities and dataset indices."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._number = -1
+        self._indices = np.empty(0, np.int64)
+
+    def key(self, position: int, shared: np.ndarray[Any, Any] | range) -> tuple[int, int]:
+        """Identity and dataset index."""
+        number, place = divmod(position, len(shared))
+        if number != self._number:
+            self._number, self._indices = number, permutation(self._order, number)
+        inside = int(shared[place])
+        return inside + number * self._order.num_samples, int(self._indices[inside])
 
 
 def _head_keys(order: Order) -> Iterator[tuple[int, int, Any]]:
@@ -195,6 +243,8 @@ class GuardedDataset(Dataset[Any]):
 
     def __getitems__(self, keys: list[tuple[int, int, Any]]) -> list[Record]:
         """Records of a chunk, in its order; uses the dataset's own `__getitems__` where it has one."""
+        if not keys:
+            return []
         try:
             return self._records(keys)
         except StopIteration as error:  # would look like the end of the epoch to whoever iterates the inner loader
@@ -346,6 +396,9 @@ class Source:
         self._generator.manual_seed(base_seed)
         self._number = 0
         self.index_source.order = order
+        if order.is_elastic:
+            blocks = tuple(range(first, end) for first, end in order.waiting)
+            self.index_source.granted.start(blocks, len(order.head), order.is_complete)
         if self.config.is_iterable:
             self._shared_epoch.value = order.epoch
             self._order = order
@@ -356,7 +409,28 @@ class Source:
         self.children.install()
 
     def next_chunk(self) -> list[Record] | None:
-        """The next records, or None once this epoch's order is used up."""
+        """The next records, or None once this epoch's order is used up. None, too, where nobody wants any more."""
+        if not self.index_source.order.is_elastic:
+            return self._next_of_loader()
+        granted = self.index_source.granted
+        records: list[Record] | None = []
+        while records is not None and not records:
+            granted.wait()
+            if granted.is_released:
+                return None
+            records = self._next_of_loader()
+        granted.came_back(len(records or ()))
+        return records
+
+    def grant(self, block: range, is_complete: bool) -> None:
+        """Keys of the shared order that this rank may read from now on; `is_complete`: none come behind them."""
+        self.index_source.granted.add(block, is_complete)
+
+    def release(self) -> None:
+        """Nobody wants more of this epoch: whoever waits for grants goes on."""
+        self.index_source.granted.release()
+
+    def _next_of_loader(self) -> list[Record] | None:
         assert self._iterator is not None, "begin() first"
         try:
             chunk = next(self._iterator)

@@ -70,9 +70,10 @@ def decide(config: PlanConfig, table: ReportTable, next_target: int) -> I64:
         return _shared_out(np.full(len(table), FIRST_KEYS) - outstanding, _part_of(left, len(table)))
     mean = table.observed_tokens.sum() / used  # of a key: those that gave no sample count as 0
     load = table.held_tokens + outstanding * mean
-    room = 2 * config.window - table.num_held - outstanding
+    # Where limits gave way because what is held makes no step, as much again as is held.
+    room = 2 * np.maximum(config.window, table.num_held) - table.num_held - outstanding
     total = _part_of(left, len(table))
-    level = min(2.0 * next_target, _water_level(load, total * mean))
+    level = np.minimum(2.0 * np.maximum(next_target, table.held_tokens), _water_level(load, total * mean))
     wanted = np.minimum(np.ceil((level - load) / mean).astype(np.int64), room)
     return _shared_out(wanted, total)
 

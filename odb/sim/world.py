@@ -27,6 +27,7 @@ class Trace:
     Attributes:
         costs: (S, W) int64, what each rank's group costs; 0 where it is idle.
         padded_len: (S, W) int64, its padded row length; of the longest row where a batch has several packed ones.
+        rows: (S, W) int64, rows of it: samples, or packed rows.
         tokens: (S, W) int64, real tokens of it.
         samples: (S, W) int64, samples of it.
         step_of: (n,) int64, the step in which each sample of the global order left; -1: not emitted.
@@ -40,6 +41,7 @@ class Trace:
 
     costs: I64
     padded_len: I64
+    rows: I64
     tokens: I64
     samples: I64
     step_of: I64
@@ -150,17 +152,20 @@ class _Log:
         """A rank's part of a round."""
         proposal, slots = plan.proposal, plan.groups[:num_steps]
         window = proposal.window
-        rows = np.array([len(s) for s in slots], np.int64)
+        rows = samples = np.array([len(s) for s in slots], np.int64)
         if len(slots):
-            self._step_of[window.ids[np.concatenate(slots)]] = self._first_step + np.repeat(np.arange(num_steps), rows)
+            self._step_of[window.ids[np.concatenate(slots)]] = self._first_step + np.repeat(
+                np.arange(num_steps), samples
+            )
         if self._config.layout == "packed":
             cost = packed.costs(window, slots, self._config)
-            padded = np.array([packed.shape(window.length[s], self._config)[1] for s in slots], np.int64)
+            shapes = [packed.shape(window.length[s], self._config) for s in slots]
+            rows, padded = np.array(shapes, np.int64).reshape(-1, 2).T
         else:
             longest = np.array([window.length[s].max(initial=0) for s in slots], np.int64)
             padded = padded_length(longest, self._config)
             cost = np.where(rows > 0, group_cost(rows, padded, self._config), 0)
-        self._rows.append(np.stack([cost, padded, plan.totals[:num_steps, 1], rows]))
+        self._rows.append(np.stack([cost, padded, rows, plan.totals[:num_steps, 1], samples]))
         self._max_held = max(self._max_held, proposal.report.held_tokens)
         self._max_waiting = max(self._max_waiting, num_waiting)
         self._max_age = max(self._max_age, int(proposal.age.max(initial=0)))
@@ -173,7 +178,7 @@ class _Log:
         self._rows = []
         self._first_step += num_steps
         self._rounds += 1
-        emitted = int(self._parts[-1][3].sum())
+        emitted = int(self._parts[-1][4].sum())
         self._emitted += emitted
         self._max_emitted = max(self._max_emitted, emitted)
         if self._is_elastic:
@@ -190,10 +195,11 @@ class _Log:
 
     def trace(self, seconds: float) -> Trace:
         """Everything together."""
-        costs, padded, tokens, samples = np.concatenate(self._parts, axis=1)
+        costs, padded, rows, tokens, samples = np.concatenate(self._parts, axis=1)
         return Trace(
             costs,
             padded,
+            rows,
             tokens,
             samples,
             self._step_of,

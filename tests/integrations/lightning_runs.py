@@ -14,9 +14,9 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
-from loops import all_ids, uneven, update_error
 from scenarios import Spec, TokenModel, causal_loss
 from torch.utils.data import DataLoader
+from training_loops import all_ids, uneven, update_error
 
 import odb
 from odb.integrations.lightning import ODBCallback, attach

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import loops
 import pytest
 import ranks
+import training_loops as loops
 from scenarios import TokenModel, assert_exact_gradients
 
 HERE = Path(__file__).parent

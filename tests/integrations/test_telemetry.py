@@ -176,3 +176,14 @@ def test_a_wrong_interval_is_refused(loader: odb.ODBDataLoader, every: Any) -> N
 def test_a_wrong_sink_is_refused(loader: odb.ODBDataLoader) -> None:
     with pytest.raises(odb.errors.ConfigError, match="tensorboard"):
         telemetry.Telemetry(loader, "runs/1")  # type: ignore[arg-type]
+
+
+def test_documented_thresholds_are_the_codes() -> None:
+    text = (Path(odb.__file__).parents[1] / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    said = {row[0]: int(row[1].split(" %")[0]) / 100 for row in rows if len(row) == 3 and " %" in row[1]}
+    known = {"padding is high": common.PADDING_HIGH, "many steps are fillers": common.IDLE_HIGH}
+    assert said == known | {"the loop waits": common.WAIT_HIGH}
+    assert f"at least {common.MIN_STEPS_FOR_ADVICE} steps" in text

@@ -401,9 +401,3 @@ def test_step_ids_say_which_views_they_are() -> None:
     loader = make(batch_sampler=BatchSampler(SequentialSampler(LENGTHS), 4, drop_last=False), window=8)
     identities = [i for step in record(loader) for i in step.info.sample_ids]
     assert sorted(identities) == list(range(40))
-
-
-@pytest.mark.parametrize("name", ["balance", "rows_per_batch"])
-def test_an_option_of_what_is_planned_is_refused_by_name(name: str) -> None:
-    with pytest.raises(odb.errors.ConfigError, match=rf"^{name} belongs to .*: this version does not have it$"):
-        odb.ODBDataLoader(LengthsDataset([5]), token_budget=10, **{name: 1})

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 import odb
 from odb.errors import ConfigError
 from odb.seeding import sample_rng, sample_seed
+from odb.sim.world import simulate
 from odb.testing import LengthsDataset, assert_each_once, assert_resumable, collate, make_sample, record
 
 pytestmark = pytest.mark.timeout(120)
@@ -66,6 +67,36 @@ def test_two_ranks_of_which_one_is_slow() -> None:
     reference = ranks.values(2, chain, SPEC, ())
     slow = SPEC.but(num_workers=2, data={"sleep": {i: 0.02 for i in range(0, 70, 7)}})
     assert ranks.values(2, chain, slow, (4,)) == reference
+
+
+# ---- the simulator
+
+
+def emitted(rank: int, world_size: int, spec: Spec) -> list[tuple[int, ...]]:
+    """This rank's sample identities, step by step; none where it is idle."""
+    with spec.loader(rank, world_size) as loader:
+        return [() if step.idle else tuple(sorted(step.info.sample_ids)) for step in record(loader)]
+
+
+#: Ways to shard that the simulator knows.
+SHARDINGS = ["static"]
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize(("world_size", "num_workers", "accum"), [(1, 0, 1), (2, 2, 1), (3, 0, 2)])
+def test_the_simulator_gives_the_same_batches(world_size: int, num_workers: int, accum: int, sharding: str) -> None:
+    lengths = log_normal(150, 20, 0.6, 3, 90, seed=3)
+    options = {"window": 12, "grad_accum_steps": accum, "sharding": sharding}
+    spec = Spec(lengths, 160, num_workers=num_workers, options=options)
+    trace = simulate(spec.loader(0, 1).config.plan_config(), np.array(lengths), world_size, sharding=sharding)
+    per_rank = ranks.values(world_size, emitted, spec)
+    found = np.full(len(lengths), -1, np.int64)
+    for steps in per_rank:
+        for number, ids in enumerate(steps):
+            found[list(ids)] = number
+    assert found.tolist() == trace.step_of.tolist()
+    assert [[len(ids) for ids in slot] for slot in zip(*per_rank, strict=True)] == trace.samples.tolist()
+    assert len(trace.samples) > 10
 
 
 # ---- random numbers with an address

@@ -142,7 +142,7 @@ def test_whole_grid(world_size: int, num_workers: int, name: str) -> None:
     for epoch in (0, 1):
         found = ranks.values(world_size, broken, spec, None, epoch, timeout=1000)
         assert [bad for _, _, bad in found] == [[]] * world_size
-        assert found[0][0] > 5
+        assert found[0][0] >= 4
 
 
 @pytest.mark.soak

@@ -13,9 +13,10 @@ import pytest
 from scenarios import Spec, raises_with
 
 import odb
-from odb import manifest
+from odb import checkpoint, manifest
 from odb.errors import ConfigError
 from odb.manifest import Position, hash_of, position_of
+from odb.samplers import LabelBalancedBatchSampler, MultipackBatchSampler
 from odb.testing import LengthsDataset, collate, record
 
 SETTINGS = {"class": "Multipack", "width": 4, "metadata_sha256": hash_of(lengths=[4, 8, 2])}
@@ -131,6 +132,50 @@ def test_other_settings_and_hashes_are_refused(now: Any, text: str, tmp_path: Pa
     with raises_with(ConfigError, "changed settings", text, "Use the saved settings", "restore_position=False"):
         manifest.load(tmp_path, [now])
     assert manifest.load(tmp_path, [now], restore_position=False) is None
+
+
+# ---- offline samplers
+
+LENGTHS = [int(n) for n in np.random.default_rng(3).integers(2, 40, 400)]
+COUNTS = [n // 2 for n in LENGTHS]
+
+
+def sampler(kind: str, world_size: int, lengths: list[int] = LENGTHS) -> Any:
+    common: dict[str, Any] = {"world_size": world_size, "seed": 5, "grad_accum_steps": 4 if world_size == 1 else 1}
+    if kind == "packed":
+        return MultipackBatchSampler(lengths, 64, label_counts=COUNTS, **common)
+    return LabelBalancedBatchSampler(lengths, COUNTS, 4, mode=kind, **common)
+
+
+@pytest.mark.parametrize("skip", [0, 4, 12])
+@pytest.mark.parametrize("epoch", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("kind", ["packed", "padded", "flattened"])
+def test_a_samplers_epoch_goes_on_behind_what_was_consumed(
+    kind: str, world_size: int, epoch: int, skip: int, tmp_path: Path
+) -> None:
+    interrupted = sampler(kind, world_size)
+    interrupted.set_epoch(epoch)
+    whole = list(interrupted)
+    assert len(whole) > 12
+    progress = {"epoch": epoch, "consumed_batches": skip, "steps_in_epoch": len(whole)}
+    checkpoint.save(tmp_path, interrupted, grad_accum_steps=interrupted.grad_accum_steps, **progress)
+    resumed = sampler(kind, world_size)
+    list(resumed)  # a plan of another epoch is there already
+    position = checkpoint.restore(tmp_path, resumed)
+    assert position is not None
+    assert list(resumed)[position.skip_batches :] == whole[skip:]
+
+
+def test_samplers_of_other_inputs_are_refused(tmp_path: Path) -> None:
+    manifest.save(tmp_path, [sampler("packed", 4)], epoch=0, consumed_batches=4)
+    for other, text in (
+        (sampler("packed", 2), "world_size: saved 4, now 2"),
+        (sampler("padded", 4), "sampler: saved MultipackBatchSampler, now LabelBalancedBatchSampler"),
+        (sampler("packed", 4, [LENGTHS[0] + 1, *LENGTHS[1:]]), "data: saved "),
+    ):
+        with raises_with(ConfigError, "changed settings", text):
+            manifest.load(tmp_path, [other])
 
 
 class Fingerprinted(LengthsDataset):

@@ -163,16 +163,20 @@ OTHER: dict[str, Any] = {
     "patches_fn": tokens_of,
     "on_oversize": "skip",
     "seed": 1,
+    "balance": "labels",
+    "rows_per_batch": 2,
+    "layout": "packed",
+    "collate_workers": 2,
     "on_empty": "skip",
     "on_sample_error": "skip",
     "warmup_probe": True,
     "filler_fn": dict,
     "timeout_s": 5.0,
 }
-FREE = {"on_empty", "on_sample_error", "warmup_probe", "filler_fn", "timeout_s"}
+FREE = {"collate_workers", "on_empty", "on_sample_error", "warmup_probe", "filler_fn", "timeout_s"}
 #: Refused in words of their own, or with one value only.
-OWN_CHECK = {"dp_rank", "dp_world_size", "layout", "sharding"}
-TOGETHER: dict[str, dict[str, Any]] = {"sample_quota": {"join": False}}
+OWN_CHECK = {"dp_rank", "dp_world_size", "sharding"}
+TOGETHER: dict[str, dict[str, Any]] = {"sample_quota": {"join": False}, "rows_per_batch": {"layout": "packed"}}
 
 
 def test_every_option_is_told_to_change_plans_or_not() -> None:

@@ -106,3 +106,36 @@ def test_a_bad_line_is_named(line: str, tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text(f"7\n{line}\n")
     assert main(["simulate", "--lengths", str(path)]) == 2
     assert "line 2" in capsys.readouterr().err
+
+
+def test_tune_sweeps_budgets_and_depths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "steps.jsonl"
+    rows = [(1, 512), (4, 512), (16, 512), (4, 4096), (64, 128)]  # 20 ms a step and 1 us a token
+    path.write_text(
+        "\n".join(json.dumps({"rows": b, "padded_len": n, "seconds": 0.02 + 1e-6 * b * n}) for b, n in rows)
+    )
+    args = ["tune", "--distribution", "mmmix", "--samples", "3000", "--ranks", "2", "--budgets", "2048..8192"]
+    assert main([*args, "--depths", "4,16", "--step-times", str(path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [(r["budget"], r["depth"]) for r in result["rows"]] == [
+        (budget, depth) for budget in (2048, 4096, 8192) for depth in (4, 16)
+    ]
+    times = {(r["budget"], r["depth"]): r["epoch_time"] for r in result["rows"]}
+    assert times[8192, 16] < times[4096, 16] < times[2048, 16]  # the fixed part of a step wants large budgets
+    for r in result["rows"]:
+        assert times[r["budget"], 16] <= times[r["budget"], 4] * 1.001
+    fastest = min(times.values())
+    best = result["advice"]
+    assert best["epoch_time"] <= 1.01 * fastest
+    assert all(
+        b * d >= best["budget"] * best["depth"] for (b, d), seconds in times.items() if seconds <= 1.01 * fastest
+    )
+    assert 0.6 < result["lengths"]["short_share"] < 0.8 and result["lengths"]["coefficient_of_variation"] > 1
+    assert main([*args[:-1], "4096", "--depths", "8"]) == 0
+    assert "token_budget=4096, max_held_tokens=32768" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["0", "a", "9..8", "4,-1"])
+def test_tune_refuses_what_is_no_list_of_numbers(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--distribution", "llava", "--budgets", given]) == 2
+    assert "--budgets and --depths" in capsys.readouterr().err

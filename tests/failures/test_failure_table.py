@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from failing import Launcher, Result, run_under_torchrun
 from program import FAILURES, NUM_SAMPLES, Failure, Sees
-from worlds import Launcher, Result, run_under_torchrun
 
 pytestmark = pytest.mark.timeout(120)
 

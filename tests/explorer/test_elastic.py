@@ -1,0 +1,116 @@
+"""Every small world whose ranks share one order; and that breaks of the ledger are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from elastic import drive, worlds
+from predicates import Broken
+from statespace import small_config
+from tally import count
+from test_explorer import NAMES, OPTIONS
+
+from odb.errors import DisagreementError
+from odb.plan import align, grants
+from odb.plan import round as rounds
+
+LENGTHS = (1, 2, 3)
+#: The paper's rule knows fixed shares alone.
+ELASTIC = [name for name in NAMES if not name.startswith("published")]
+
+
+def explore(name: str, world_size: int, most: int, token_budget: int, window: int) -> None:
+    options = dict(OPTIONS[name])
+    if "sample_quota" in options:
+        options["sample_quota"] = 3  # passes are the source's business
+    config = small_config(token_budget, window, **options)
+    for lengths in worlds(most, LENGTHS):
+        count("elastic rounds", drive(config, lengths, world_size))
+        count("elastic worlds", 1)
+
+
+@pytest.mark.parametrize("name", ELASTIC)
+def test_guarantees_hold_in_every_world_of_two_ranks(name: str) -> None:
+    explore(name, 2, 4, token_budget=4, window=2)
+
+
+def test_guarantees_hold_in_every_world_of_three_ranks() -> None:
+    explore("defaults", 3, 4, token_budget=4, window=2)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("token_budget", [2, 6])
+@pytest.mark.parametrize("window", [1, 3, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", ELASTIC)
+def test_worlds_of_seven_samples(name: str, world_size: int, window: int, token_budget: int) -> None:
+    explore(name, world_size, 7, token_budget, window)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world_size", [2, 7, 64])
+@pytest.mark.parametrize("name", ELASTIC)
+def test_drawn_worlds_of_many_ranks(name: str, world_size: int) -> None:
+    config = small_config(500, 64, **(OPTIONS[name] | {"sample_quota": 900} if "quota" in name else OPTIONS[name]))
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        lengths = np.clip(rng.lognormal(4, 1.2, int(rng.integers(1, 4000))), 1, 700).astype(np.int64)
+        count("elastic rounds", drive(config, lengths, world_size))
+
+
+def _after(change: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
+    return lambda original: lambda *args, **kw: change(original(*args, **kw), *args)
+
+
+def _rank_1_books_more(state: Any, plan: Any, carry: Any, steps: Any, totals: Any, rank: int) -> Any:
+    return replace(state, next_key=state.next_key + (rank == 1 and state.round == 1))
+
+
+#: What is broken -> owner, name, the replacement of the original.
+BREAKS: dict[str, tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = {
+    "a key is granted twice": (grants, "block", _after(lambda b, *_: range(max(0, b.start - 1), b.stop))),
+    "a key is left out": (grants, "block", _after(lambda b, *_: b[1:])),
+    "first blocks overlap": (grants, "first_block", _after(lambda b, n, *_: range(b.start, min(n, b.stop + 1)))),
+    "first blocks leave a gap": (grants, "first_block", _after(lambda b, *_: b if b.start else b[:-1])),
+    "nothing is granted": (grants, "decide", _after(lambda g, *_: g * 0)),
+    "more is granted than there is": (grants, "decide", _after(lambda g, *_: g + 1)),
+    "grants are not booked": (rounds, "_next_state", _after(lambda s, p, *_: replace(s, next_key=0))),
+    "a rank's ledger differs": (rounds, "_next_state", _after(_rank_1_books_more)),
+    "the end does not wait for the order": (
+        align,
+        "_Windows",
+        lambda o: mock.Mock(of=lambda *args: replace(o.of(*args), running=o.of(*args).running & False)),
+    ),
+    "what was rejected or used is not counted": (
+        rounds, "_next_state", _after(lambda s, *_: replace(s, num_granted=s.num_granted + 1)),
+    ),
+}  # fmt: skip
+
+
+def slice_of_worlds() -> None:
+    for window in (1, 2):
+        config = small_config(3, window)
+        for lengths in worlds(5, (1, 3)):
+            drive(config, lengths, 2)
+
+
+@pytest.mark.parametrize("name", sorted(BREAKS))
+def test_a_broken_ledger_is_noticed(name: str) -> None:
+    owner, attribute, by = BREAKS[name]
+    with (
+        mock.patch.object(owner, attribute, by(getattr(owner, attribute))),
+        pytest.raises((Broken, AssertionError, DisagreementError)),
+    ):
+        slice_of_worlds()
+    count("breaks noticed", 1)
+
+
+def test_the_slice_is_sound_without_a_break() -> None:
+    slice_of_worlds()
