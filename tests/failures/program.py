@@ -27,10 +27,13 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import odb
 from odb.exchange import _private, rendezvous
+from odb.feed.channel import BLOCK_BYTES
 from odb.testing import collate, make_sample
 
 TIMEOUT_S = 2.0
 NUM_SAMPLES = 600
+#: Tokens of a batch that does not fit into the memory which processes share from their start.
+LARGE = BLOCK_BYTES // 24 + 1000
 LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)
 LEFT_S = 5.0  # how long what a loader started may take to go after its error
 #: One sample a step, short rounds, a small window: everything happens while there is more to come.
@@ -416,8 +419,8 @@ FAILURES: dict[str, Failure] = {
         Sees(("ChannelClosed",), ("ulimit -n",)),
         Sees(("PeerFailedError",), ("rank {c}", "ulimit -n")),
         at_step=leave_no_descriptors,
-        length=10_000,
-        options={"token_budget": 10_000},
+        length=LARGE,
+        options={"token_budget": LARGE},
         inline=False,
     ),
     "no descriptors from the start": Failure(
@@ -430,8 +433,8 @@ FAILURES: dict[str, Failure] = {
         Sees(("OSError",), ("File too large",)),
         Sees(("PeerFailedError",), ("rank {c}", "File too large")),
         collate="memory",
-        length=20_000,
-        options={"token_budget": 20_000},
+        length=LARGE,
+        options={"token_budget": LARGE},
         inline=False,
     ),
     "/dev/shm full from the start": Failure(

@@ -78,7 +78,7 @@ def run(rank: int, world_size: int, num_samples: int) -> tuple[list[Look], list[
     counts = torch.ones(NUM_EPOCHS, per_epoch, dtype=torch.int32)  # in memory from the start
     looks: list[Look] = []
     num_steps, num_seen, start = 0, 0, time.monotonic()
-    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "shuffle": True}
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "collate_workers": 0, "shuffle": True}
     with odb.ODBDataLoader(Cheap(per_epoch), token_budget=1024, collate_fn=ids_and_padding, **options) as loader:
         for epoch in range(NUM_EPOCHS):
             for batch in loader:
@@ -101,13 +101,14 @@ def middle(looks: list[Look], name: str, role: str) -> float:
 
 
 def assert_flat(rank: int, looks: list[Look]) -> dict[str, str]:
-    """Nothing grows after the first tenth: the last tenth against the second. Returns memory of both, in words."""
+    """Nothing grows after the first tenth: the last tenth against the second. Returns each tenth's memory, in words."""
     early = [one for one in looks if 0.1 <= one.done < 0.2]
     late = [one for one in looks if one.done >= 0.9]
     memory = {}
     for role in early[0].resident:
         before, after = middle(early, "resident", role), middle(late, "resident", role)
-        memory[role] = f"{before / MIB:.1f} -> {after / MIB:.1f} MiB"
+        tenths = [[one for one in looks if k <= 10 * one.done < k + 1] for k in range(1, 10)]
+        memory[role] = " ".join(f"{middle(some, 'resident', role) / MIB:.1f}" for some in tenths) + " MiB"
         assert after <= 1.02 * before + 4 * MIB, f"rank {rank}, {role}: {memory[role]}"
         for name in ("threads", "files"):
             most = max(getattr(one, name)[role] for one in early)
