@@ -66,7 +66,9 @@ class Deadly(Dataset):
 
 
 def iterate_dataset(rank: int, world_size: int, dataset: Any, options: dict[str, Any]) -> int:
-    with odb.ODBDataLoader(dataset, collate_fn=collate, **({"token_budget": 10, "num_workers": 2} | options)) as loader:
+    with odb.ODBDataLoader(
+        dataset, collate_fn=collate, **({"token_budget": 10, "num_workers": 2, "sharding": "static"} | options)
+    ) as loader:
         return len(record(loader))
 
 

@@ -60,7 +60,7 @@ def test_every_kind_of_epoch(world_size: int) -> None:
         emitted = [i for rank in steps for step in rank for i in step.ids]
         num_dropped = sum(sum(outcome.stats.dropped.values()) for outcome in outcomes)
         if name == "quota":
-            assert 700 <= len(emitted) < 700 + 100 and len(set(emitted)) > 280  # what is held at the end is not emitted
+            assert 700 <= len(emitted) < 700 + 100 and len(set(emitted)) > 250  # what is held at the end is not emitted
         elif options.get("drop_last") or options.get("tail"):
             assert len(set(emitted)) == len(emitted) == 301 - num_dropped
         else:
