@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -110,8 +112,8 @@ class Parcel:
             ring.release(self._place.block)
         self._holds_block = False
 
-    def __del__(self) -> None:
-        if hasattr(self, "_holds_block"):
+    def __del__(self, _is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_holds_block") and not _is_ending():
             self._release()
 
 

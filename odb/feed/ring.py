@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import context, reduction
 from typing import Any
@@ -98,10 +99,11 @@ class Ring:
         context.assert_spawning(self)
         return _rebuilt, (self.num_blocks, self.capacity, reduction.DupFd(self._fd))
 
-    def __del__(self) -> None:
+    def __del__(self, _close: Callable[[int], None] = os.close, _suppress: Any = suppress) -> None:
+        # Defaults, since a module's own names may be gone when the interpreter ends.
         if hasattr(self, "_fd"):
-            with suppress(OSError):
-                os.close(self._fd)
+            with _suppress(OSError):
+                _close(self._fd)
 
 
 def _anonymous(size: int) -> int:

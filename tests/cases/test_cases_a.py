@@ -129,7 +129,7 @@ def test_a06_dropping_reports_what_it_drops() -> None:
 # ----
 
 
-REJECTING = Spec([10] * 12, token_budget=10, num_workers=2, data={"none_at": (3, 7)})
+REJECTING = Spec([10] * 12, 10, num_workers=2, data={"none_at": (3, 7)}, options={"sharding": "static"})
 
 
 def test_a08_rejected_samples_are_skipped_and_counted() -> None:
@@ -151,21 +151,23 @@ def test_a08_by_default_a_rejected_sample_is_an_error_on_all_ranks() -> None:
 
 
 def test_a08_a_window_of_nothing_but_rejected_samples_yields_no_batch() -> None:
-    spec = Spec([10] * 12, 10, data={"none_at": range(12)}, options={"on_empty": "skip", "window": 2})
+    spec = Spec(
+        [10] * 12, 10, data={"none_at": range(12)}, options={"on_empty": "skip", "window": 2, "sharding": "static"}
+    )
     outcomes = ranks.values(2, iterate, spec)
     assert [outcome.steps for outcome in outcomes] == [[], []]
     assert [outcome.stats.num_rejected for outcome in outcomes] == [6, 6]
 
 
 def test_a08_a_rank_with_nothing_but_rejected_samples_runs_fillers() -> None:
-    spec = Spec([10] * 12, 10, data={"none_at": range(1, 12, 2)}, options={"on_empty": "skip"})
+    spec = Spec([10] * 12, 10, data={"none_at": range(1, 12, 2)}, options={"on_empty": "skip", "sharding": "static"})
     outcomes = ranks.values(2, iterate, spec)
     steps = check(outcomes, spec, expected=range(0, 12, 2))
     assert [num_idle(s) for s in steps] == [0, 6]
 
 
 def test_a09_an_exception_on_one_rank_ends_all_and_names_it() -> None:
-    spec = Spec([10] * 12, token_budget=10, num_workers=2, data={"fail_at": (5,)})
+    spec = Spec([10] * 12, 10, num_workers=2, data={"fail_at": (5,)}, options={"sharding": "static"})
     first, second = ranks.run_ranks(2, iterate, spec, timeout=20)
     assert first.error is not None and second.error is not None
     assert "ValueError" in second.error.bases

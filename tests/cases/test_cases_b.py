@@ -37,7 +37,7 @@ def test_b01_no_batch_exceeds_the_budget_whatever_the_lengths() -> None:
             assert step.shape[1] == max(lengths[i] for i in step.ids)
 
 
-OVERSIZED = Spec([100, 513, 100, 100], token_budget=512)
+OVERSIZED = Spec([100, 513, 100, 100], token_budget=512, options={"sharding": "static"})
 
 
 def test_b02_a_sample_over_the_budget_can_be_an_error_on_all_ranks() -> None:

@@ -107,7 +107,9 @@ def test_c04_without_the_shift_every_label_counts() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("accum_tail", "ends", "num_idle"), [("short", [4, 8, 10], 0), ("fill", [4, 8, 12], 2)])
 def test_c06_the_last_accumulation_window(world_size: int, accum_tail: str, ends: list[int], num_idle: int) -> None:
-    spec = Spec([10] * 10 * world_size, 10, options={"grad_accum_steps": 4, "accum_tail": accum_tail})
+    spec = Spec(
+        [10] * 10 * world_size, 10, options={"grad_accum_steps": 4, "accum_tail": accum_tail, "sharding": "static"}
+    )
     outcomes = ranks.values(world_size, iterate, spec, 2)
     for epoch in range(2):
         per_rank = [outcome.epochs[epoch] for outcome in outcomes]

@@ -120,7 +120,7 @@ class RandomNumbers(Dataset):
 def draw(rank: int, world_size: int, num_workers: int, seed: int) -> dict[str, list[Any]]:
     torch.manual_seed(seed)
     drawn: dict[str, list[Any]] = {"numpy": [], "python": [], "torch": []}
-    with odb.ODBDataLoader(RandomNumbers(), token_budget=20, num_workers=num_workers) as loader:
+    with odb.ODBDataLoader(RandomNumbers(), token_budget=20, num_workers=num_workers, sharding="static") as loader:
         for _ in range(2):
             for batch in loader:
                 for name, values in drawn.items():

@@ -290,7 +290,7 @@ def test_g08_what_cannot_be_pickled_is_named() -> None:
 
 
 def lambda_under_fork(rank: int, world_size: int) -> int:
-    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "sharding": "static"}
     collate_fn = lambda samples: collate(samples)  # noqa: E731 - that it is one is the point
     with odb.ODBDataLoader(LengthsDataset([5] * 4), token_budget=10, collate_fn=collate_fn, **options) as loader:
         return len(record(loader))
