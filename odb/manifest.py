@@ -157,6 +157,7 @@ def settings_of(source: Any) -> dict[str, Any]:
         settings = {"class": type(source).__qualname__} | dict(method())
     elif (loader := loader_of(source)) is not None:
         settings = {"class": "ODBDataLoader"} | loader.state_dict()["settings"]
+        settings.pop("sharding", None)  # a single rank shares with nobody; the loader compares it where it matters
     else:
         raise ConfigError(
             f"a {type(source).__name__} says nothing of its settings: give an ODBDataLoader, a sampler with settings() "

@@ -22,7 +22,10 @@ _MUST_AGREE = (
     ("epoch", "they run different epochs; call set_epoch with the same value on all ranks"),
     ("round", "they are in different rounds; iterate the loader the same number of times on all ranks"),
     ("config_digest", "their options or data sets differ; build the loader alike on all ranks"),
-    ("num_keys", "their orders have different lengths; give all ranks the same data set and sampler"),
+    (
+        "num_keys",
+        "their orders have different lengths; give all ranks the same data set and sampler, and resume all or none",
+    ),
     ("next_key", "their ledgers of the shared order differ; the same reports gave different grants"),
     ("agreement_digest", "their plans drifted apart; the same inputs gave different plans"),
 )

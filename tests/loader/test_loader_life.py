@@ -288,7 +288,8 @@ class Stuck(LengthsDataset):
 
 
 def stuck(rank: int, world_size: int) -> None:
-    with odb.ODBDataLoader(Stuck([10] * 12), token_budget=10, num_workers=1, timeout=1, collate_fn=collate) as loader:
+    options: dict[str, Any] = {"token_budget": 10, "num_workers": 1, "timeout": 1, "sharding": "static"}
+    with odb.ODBDataLoader(Stuck([10] * 12), collate_fn=collate, **options) as loader:
         record(loader)
 
 

@@ -311,7 +311,8 @@ def sampled(rank: int, world_size: int, kind: str, epochs: list[int], told: str)
     sampler = DistributedSampler(dataset, shuffle=True, seed=5)
     plain = DataLoader(dataset, sampler=sampler, collate_fn=collate, num_workers=1)
     out = []
-    with odb.wrap(plain, token_budget=100) if kind == "wrap" else odb.apply(plain, token_budget=100) as loader:
+    make_loader = odb.wrap if kind == "wrap" else odb.apply
+    with make_loader(plain, token_budget=100, sharding="static") as loader:
         for epoch in epochs:
             target = {"loader": loader, "loader.sampler": loader.sampler, "sampler": sampler}[told]
             target.set_epoch(epoch)
