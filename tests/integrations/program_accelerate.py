@@ -80,7 +80,9 @@ def exactness() -> dict[str, Any]:
     out = {}
     for accumulation, num_samples, sync in ((1, 60, True), (4, 60, True), (4, 5, True), (4, 5, False)):
         accelerator = make(accumulation, sync)
-        bridge = configure_accelerator(accelerator, plain(num_samples, shuffle=True), token_budget=160)
+        bridge = configure_accelerator(
+            accelerator, plain(num_samples, shuffle=True), token_budget=160, sharding="static"
+        )
         run = Run(accelerator, bridge)
         run.epoch(most_steps=1)
         loss, gradients = reference(Chats(num_samples), run.given())
@@ -112,11 +114,11 @@ def prepared() -> dict[str, Any]:
     accelerator = make()
     bare = odb.ODBDataLoader(Chats(20), token_budget=100, collate_fn=collate)
     applied = plain(40, sampler=DistributedSampler(Chats(40)))
-    handle = odb.apply(applied, token_budget=100)
+    handle = odb.apply(applied, token_budget=100, sharding="static")
     assert accelerator.prepare(bare) is bare and accelerator.prepare(applied) is applied
     mine = [i for batch in applied for i in indices_of(batch)]
     out["applied"] = {"mine": len(mine), "all": everywhere(mine)}
-    bridge = configure_accelerator(accelerator, accelerator.prepare(plain(40)), token_budget=100)
+    bridge = configure_accelerator(accelerator, accelerator.prepare(plain(40)), token_budget=100, sharding="static")
     again = [i for batch in bridge.dataloader for i in indices_of(batch)]
     out["prepared_before"] = {"mine": len(again), "all": everywhere(again)}
     stream = DataLoader(Stream(30), collate_fn=collate, num_workers=1)

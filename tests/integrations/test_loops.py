@@ -33,8 +33,8 @@ def test_gradients_are_exact(kind: str, accumulation: int) -> None:
 
 def run_deepspeed(*, stages: list[int], accumulation: list[int], timeout: float, **config: object) -> list[dict]:
     wanted = json.dumps({"stages": stages, "accumulation": accumulation, "config": config})
-    code = f"import runpy, sys; sys.argv = ['loops.py', 'deepspeed', {wanted!r}]\n"
-    code += f"if __name__ == '__main__': runpy.run_path({str(HERE / 'loops.py')!r}, run_name='__main__')\n"
+    code = f"import runpy, sys; sys.argv = ['training_loops.py', 'deepspeed', {wanted!r}]\n"
+    code += f"if __name__ == '__main__': runpy.run_path({str(HERE / 'training_loops.py')!r}, run_name='__main__')\n"
     done = ranks.run_script(code, nproc=2, timeout=timeout, DS_ACCELERATOR="cpu", DS_LOG_LEVEL="error")
     assert done.returncode == 0, done.output
     runs = [json.loads(line.split("RUN ", 1)[1]) for line in done.stdout if "RUN " in line]
