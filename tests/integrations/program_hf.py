@@ -32,6 +32,7 @@ OURS = (
     "dp_world_size",
     "trainer_loss",
     "layout",
+    "sharding",
 )
 
 
@@ -114,6 +115,7 @@ def exactness() -> dict[str, Any]:
                 gradient_accumulation_steps=accumulation,
                 average_tokens_across_devices=kind != "local",
                 layout="packed" if kind == "packed" else "padded",
+                sharding="static",  # so that it is known who fills in for whom
             )
             if kind == "mean":
                 trainer.model_accepts_loss_kwargs = False
@@ -241,7 +243,7 @@ def papers_form() -> dict[str, Any]:
     dataset = Chats(40)
     sampler = DistributedSampler(dataset, shuffle=True, seed=3)
     loader = DataLoader(dataset, batch_size=1, sampler=sampler, num_workers=1, collate_fn=collate)
-    handle = odb.apply(loader, token_budget=160, loss_scaling="exact", join=True)
+    handle = odb.apply(loader, token_budget=160, loss_scaling="exact", join=True, sharding="static")
     trainer = Watched(make_model(), arguments("paper", num_train_epochs=2), train_dataset=dataset)
     bridge = configure_trainer(
         reset(trainer), dataloader=loader, handle=handle, sample_budget=80, max_steps_policy="overwrite"
