@@ -29,6 +29,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "quota over several passes": {"join": False, "sample_quota": 120},
     "samples": {"loss_scaling": "samples", "pad_to_multiple_of": 8, "max_samples": 6},
     "probe": {"on_oversize": "skip", "token_budget": 70},
+    "packed": {"layout": "packed"},
+    "packed in rows, cut and balanced": {
+        "layout": "packed",
+        "rows_per_batch": 2,
+        "on_oversize": "split",
+        "balance": "labels",
+        "grad_accum_steps": 2,
+    },
+    "balanced": {"balance": "labels"},
 }
 
 
@@ -65,9 +74,14 @@ def test_with_workers(num_workers: int) -> None:
     assert broken(0, 1, spec, [(k,) for k in (0, 1, 6, 9, num_steps)])[2] == []
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_on_real_ranks(world_size: int) -> None:
-    spec = SPEC.but(lengths=LENGTHS * 2, options={"grad_accum_steps": 2, "window": 10})
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(2, {}), (3, {}), (4, {}), (2, {"sharding": "static"}), (2, {"layout": "packed"})],
+    ids=["2", "3", "4", "2-static", "2-packed"],
+)
+def test_on_real_ranks(world_size: int, options: dict[str, Any]) -> None:
+    """With the order shared (elastic), unless the options say otherwise."""
+    spec = SPEC.but(lengths=LENGTHS * 2, options={"grad_accum_steps": 2, "window": 10} | options)
     stops = [(0,), (1,), (5,), (6, 3)]
     for num_steps, _, bad in ranks.values(world_size, broken, spec, stops):
         assert num_steps > 10
@@ -119,7 +133,10 @@ def test_with_a_distributed_sampler() -> None:
 
 #: Kinds of epochs that the grid goes through; a further way to shard or to lay out batches is one more line.
 GRID: dict[str, dict[str, Any]] = {
-    "static": {},
+    "static": {"sharding": "static"},
+    "elastic": {},  # what "auto" is on several ranks, also below
+    "packed": {"layout": "packed"},
+    "packed static": {"layout": "packed", "sharding": "static"},
     "accumulation 2": {"grad_accum_steps": 2},
     "accumulation 3": {"grad_accum_steps": 3},
     "accumulation 2 filled": {"grad_accum_steps": 2, "accum_tail": "fill"},
@@ -129,7 +146,7 @@ GRID: dict[str, dict[str, Any]] = {
     "published": {"policy": "published"},
 }
 #: Starting processes is what takes the time: those kinds in which feeding differs.
-WITH_WORKERS = [(num, name) for num in (1, 3) for name in ("static", "accumulation 3", "quota")]
+WITH_WORKERS = [(num, name) for num in (1, 3) for name in ("static", "elastic", "accumulation 3", "quota")]
 
 
 @pytest.mark.soak
