@@ -1,8 +1,15 @@
-"""Runs one example of the documentation (`docs_runner.py FILE`) in the setting that the prose takes for granted."""
+"""Runs examples of the documentation (`docs_runner.py FILE...`) in the setting that the prose takes for granted.
+
+Several files run one after another, each in a process and folder of its own; what it printed, and its exit status in the
+last line, goes into a file beside it with `.out` behind its name.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,5 +66,30 @@ def main(path: str) -> None:
     exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), setting)
 
 
+def in_a_child(path: Path) -> None:
+    """Forked, so that the next one needs no import of its own."""
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        return
+    signal.alarm(60)
+    out = os.open(path.with_suffix(".py.out"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.chdir(path.parent)
+    status = 0
+    try:
+        main(str(path))
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    print(f"\nexit status {status}", flush=True)
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if len(sys.argv) == 2:
+        main(sys.argv[1])
+    for name in sys.argv[1:] if len(sys.argv) > 2 else ():
+        in_a_child(Path(name))

@@ -55,17 +55,40 @@ def test_every_marked_block_is_found() -> None:
     assert marks == sum(e.ranks > 0 for e in EXAMPLES) > 0
 
 
+SOLO = [e for e in EXAMPLES if e.ranks == 1]
+RUNNER = str(Path(__file__).parent / "docs_runner.py")
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def solo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each example of one process printed, its exit status at the end."""
+    folder = tmp_path_factory.mktemp("examples")
+    files = {str(e): folder / str(number) / "example.py" for number, e in enumerate(SOLO)}
+    for example in SOLO:
+        files[str(example)].parent.mkdir()
+        files[str(example)].write_text(example.code, encoding="utf-8")
+    command = [sys.executable, RUNNER, *map(str, files.values())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRON)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return {name: file.with_suffix(".py.out").read_text(encoding="utf-8") for name, file in files.items()}
+
+
+@pytest.mark.timeout(320)  # the first one waits for all
+@pytest.mark.parametrize("example", SOLO, ids=str)
+def test_example_runs(example: Example, solo: dict[str, str]) -> None:
+    out = solo[str(example)]
+    assert out.endswith("\nexit status 0\n"), f"{example} failed:\n{out}"
+
+
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("example", [e for e in EXAMPLES if e.ranks], ids=str)
-def test_example_runs(example: Example, tmp_path: Path) -> None:
+@pytest.mark.parametrize("example", [e for e in EXAMPLES if e.ranks > 1], ids=str)
+def test_example_runs_on_several_ranks(example: Example, tmp_path: Path) -> None:
     file = tmp_path / "example.py"
     file.write_text(example.code, encoding="utf-8")
-    command = [sys.executable]
-    if example.ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(example.ranks)]
-    command += [str(Path(__file__).parent / "docs_runner.py"), str(file)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=80, env=environ, cwd=tmp_path)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(example.ranks)]
+    command = [sys.executable, *launcher, RUNNER, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=80, env=ENVIRON, cwd=tmp_path)
     assert done.returncode == 0, f"{example} failed:\n{done.stdout}\n{done.stderr}"
 
 
