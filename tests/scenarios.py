@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -137,18 +137,36 @@ class Update:
 def train(rank: int, world_size: int, spec: Spec) -> list[Update]:
     """One epoch of DistributedDataParallel as a user writes it; `sync_gradients` says when gradients are reduced."""
     model = DistributedDataParallel(TokenModel())
-    updates, ids, losses, num_idle = [], [], [], 0
+    return updates_of(rank, world_size, spec, model, ddp_sync(model), flat_grad)
+
+
+def ddp_sync(model: DistributedDataParallel) -> Callable[[bool], contextlib.AbstractContextManager[Any]]:
+    """A context for each micro-step, told whether it is the last one of its optimizer step."""
+    return lambda last: contextlib.nullcontext() if last else model.no_sync()
+
+
+def updates_of(
+    rank: int,
+    world_size: int,
+    spec: Spec,
+    model: torch.nn.Module,
+    syncing: Callable[[bool], contextlib.AbstractContextManager[Any]],
+    grad_of: Callable[[torch.nn.Module], Any],
+) -> list[Update]:
+    """One epoch of a model that is wrapped already; what each optimizer step saw, and its gradient."""
+    updates: list[Update] = []
+    ids, losses, num_idle = [], [], 0
     with spec.loader(rank, world_size) as loader:
         for batch in loader:
             info = odb.pop_step_info(batch)
-            with contextlib.nullcontext() if info.sync_gradients else model.no_sync():
+            with syncing(info.sync_gradients):
                 loss = odb.scale_loss(causal_loss(model(batch["input_ids"]), batch["labels"]), info)
                 loss.backward()
             losses.append(loss.item())
             num_idle += info.idle
             ids += [] if info.idle else batch["id"].tolist()
             if info.sync_gradients:
-                updates.append(Update(tuple(ids), len(losses), num_idle, tuple(losses), flat_grad(model)))
+                updates.append(Update(tuple(ids), len(losses), num_idle, tuple(losses), grad_of(model)))
                 model.zero_grad()
                 ids, losses, num_idle = [], [], 0
     assert not losses, "the epoch ended inside an optimizer step"

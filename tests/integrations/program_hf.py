@@ -135,22 +135,28 @@ def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.T
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
+#: Of the run that is interrupted: what must be the same before and after.
+RUN: dict[str, Any] = {
+    "num_train_epochs": 2,
+    "gradient_accumulation_steps": 2,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0.25,
+    "learning_rate": 0.5,
+    "dropout": 0.1,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "per_device_eval_batch_size": 2,
+}
+
+
 def whole_run() -> tuple[Any, dict[str, Any]]:
     """Two epochs by samples, with evaluation and a checkpoint after each step."""
     trainer = make(
         "run",
         61,
-        num_train_epochs=2,
-        gradient_accumulation_steps=2,
-        lr_scheduler_type="linear",
-        warmup_steps=0.25,
-        learning_rate=0.5,
-        dropout=0.1,
+        **RUN,
         save_strategy="steps",
         save_steps=1,
-        eval_strategy="steps",
-        eval_steps=2,
-        per_device_eval_batch_size=2,
         include_num_input_tokens_seen="non_padding",
     )
     result = trainer.train()
@@ -177,19 +183,7 @@ def resumed(whole: Any) -> dict[str, Any]:
     samples = [int(n) for n in logged(whole, "odb/all_samples")]
     out: dict[str, Any] = {}
     for step in (2, 1 + samples.index(61)):
-        trainer = make(
-            "run",
-            61,
-            num_train_epochs=2,
-            gradient_accumulation_steps=2,
-            lr_scheduler_type="linear",
-            warmup_steps=0.25,
-            learning_rate=0.5,
-            dropout=0.1,
-            eval_strategy="steps",
-            eval_steps=2,
-            per_device_eval_batch_size=2,
-        )
+        trainer = make("run", 61, **RUN)
         torch.manual_seed(step)
         trainer.train(resume_from_checkpoint=str(FOLDER / "run" / f"checkpoint-{step}"))
         pairs = zip(trainer.model.parameters(), whole.model.parameters(), strict=True)

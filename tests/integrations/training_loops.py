@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scenarios import Spec, TokenModel, Update, causal_loss, flat_grad, relative_error
+from scenarios import Spec, TokenModel, Update, causal_loss, ddp_sync, flat_grad, relative_error, updates_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +35,7 @@ def uneven(grad_accum_steps: int = 1, **options: Any) -> Spec:
 
 def ddp_model() -> tuple[torch.nn.Module, Callable[[bool], Any]]:
     model = DistributedDataParallel(TokenModel())
-    return model, lambda last: contextlib.nullcontext() if last else model.no_sync()
+    return model, ddp_sync(model)
 
 
 def fsdp2_model() -> tuple[torch.nn.Module, Callable[[bool], Any]]:
@@ -55,23 +55,7 @@ MODELS = {"ddp": ddp_model, "fsdp2": fsdp2_model}
 def train(rank: int, world_size: int, kind: str, spec: Spec) -> list[Update]:
     """One epoch; what each optimizer step saw and its gradient, of all shards."""
     model, syncing = MODELS[kind]()
-    updates: list[Update] = []
-    ids, losses, num_idle = [], [], 0
-    with spec.loader(rank, world_size) as loader:
-        for batch in loader:
-            info = odb.pop_step_info(batch)
-            with syncing(info.sync_gradients):
-                loss = odb.scale_loss(causal_loss(model(batch["input_ids"]), batch["labels"]), info)
-                loss.backward()
-            losses.append(loss.item())
-            num_idle += info.idle
-            ids += [] if info.idle else batch["id"].tolist()
-            if info.sync_gradients:
-                updates.append(Update(tuple(ids), len(losses), num_idle, tuple(losses), whole_grad(model)))
-                model.zero_grad()
-                ids, losses, num_idle = [], [], 0
-    assert not losses, "the epoch ended inside an optimizer step"
-    return updates
+    return updates_of(rank, world_size, spec, model, syncing, whole_grad)
 
 
 def whole_grad(model: torch.nn.Module) -> Any:

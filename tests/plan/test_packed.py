@@ -11,7 +11,7 @@ import pytest
 from driver import Epoch, drive_epoch, make_config, make_measures
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_properties import check_weights, quadratic, shards
+from test_properties import check_ending, check_weights, quadratic, shards
 
 from odb.plan import packed
 from odb.plan import round as rounds
@@ -97,14 +97,7 @@ def test_any_packed_epoch(config: PlanConfig, parts: list[Measures], lookahead: 
     epoch = drive_epoch(config, parts, lookahead=lookahead)
     check_groups(config, epoch, parts)
     check_weights(config, epoch)
-    for rank, plan in ((rank, plan) for plans in epoch.plans for rank, plan in enumerate(plans)):
-        assert sum(len(g) > 0 for g in plan.groups) == plan.agreement.num_emitting[rank]
-    if config.tail != "drop" and not config.drop_last:
-        assert epoch.emitted() == sorted(int(i) for part in parts for i in part.ids)
-    if config.tail == "drop" or config.drop_last:
-        assert sum(epoch.num_idle()) == 0
-    if config.accum_tail == "fill":
-        assert len(epoch.steps[0]) % config.grad_accum_steps == 0
+    check_ending(config, epoch, parts)
     for agreements in epoch.agreements[:-1]:
         assert agreements[0].num_steps % config.grad_accum_steps == 0
 
