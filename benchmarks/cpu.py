@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.throughput import make_loader
-from benchmarks.workload import rows
+from benchmarks.workload import KINDS, rows
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -44,9 +44,9 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
     return int(fields[11]) * _TICK_S, int(fields[12]) * _TICK_S
 
 
-def measure(name: str, num_samples: int, num_workers: int) -> dict[str, Any]:
+def measure(name: str, num_samples: int, num_workers: int, kind: str) -> dict[str, Any]:
     """From 10 % to 60 % of an epoch, while all workers are at work: microseconds per sample by role."""
-    loader = make_loader(name, num_samples, num_workers)
+    loader = make_loader(name, num_samples, num_workers, kind)
     num_seen = num_before = 0
     before: dict[int, tuple[float, float]] = {}
     after: dict[int, tuple[float, float]] = {}
@@ -76,9 +76,10 @@ def main() -> None:
     parser.add_argument("-n", "--num-samples", type=int, default=20000)
     parser.add_argument("-w", "--workers", type=int, default=2)
     parser.add_argument("-r", "--repeats", type=int, default=1)
+    parser.add_argument("-k", "--kind", choices=list(KINDS), default="tokens", help="of samples")
     args = parser.parse_args()
     for name in args.loaders:
-        runs = [measure(name, args.num_samples, args.workers) for _ in range(args.repeats)]
+        runs = [measure(name, args.num_samples, args.workers, args.kind) for _ in range(args.repeats)]
         print(name, json.dumps({key: round(statistics.median(run[key] for run in runs), 1) for key in runs[0]}))
 
 

@@ -20,14 +20,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from benchmarks import harness
-from benchmarks.workload import CheapSamples, collate, rows
+from benchmarks.workload import KINDS, collate, rows
 
 TOKEN_BUDGET = 16384
 
 
-def make_loader(name: str, num_samples: int, num_workers: int) -> Any:
+def make_loader(name: str, num_samples: int, num_workers: int, kind: str = "tokens") -> Any:
     """The loader called `name`: `plain-<batch size>`, `odb`, or `peer` (the paper's package, also imported as odb)."""
-    dataset = CheapSamples(num_samples)
+    dataset = KINDS[kind](num_samples)
     common: dict[str, Any] = {"shuffle": True, "num_workers": num_workers, "collate_fn": collate}
     if name.startswith("plain-"):
         return DataLoader(dataset, batch_size=int(name.removeprefix("plain-")), **common)
@@ -40,9 +40,9 @@ def make_loader(name: str, num_samples: int, num_workers: int) -> Any:
     return odb.ODBDataLoader(dataset, token_budget=TOKEN_BUDGET, **common)
 
 
-def measure(name: str, num_samples: int, num_workers: int) -> dict[str, float]:
+def measure(name: str, num_samples: int, num_workers: int, kind: str) -> dict[str, float]:
     """One epoch after the workers' start: seconds to the first batch, and samples per second from there on."""
-    loader = make_loader(name, num_samples, num_workers)
+    loader = make_loader(name, num_samples, num_workers, kind)
     began = time.perf_counter()
     first, num_seen, num_first = 0.0, 0, 0
     for batch in loader:
@@ -58,9 +58,10 @@ def measure(name: str, num_samples: int, num_workers: int) -> dict[str, float]:
     }
 
 
-def run_once(python: str, name: str, num_samples: int, num_workers: int) -> dict[str, float]:
+def run_once(python: str, name: str, num_samples: int, num_workers: int, kind: str) -> dict[str, float]:
     """`measure` in a fresh process of the given interpreter."""
     command = [python, "-m", "benchmarks.throughput", "--one", name, "-n", str(num_samples), "-w", str(num_workers)]
+    command += ["--kind", kind]
     here = Path(__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         place: dict[str, Any] = {}
@@ -76,7 +77,7 @@ def run_once(python: str, name: str, num_samples: int, num_workers: int) -> dict
 
 
 def compare(
-    names: list[str], num_samples: int, workers: list[int], repeats: int, peer_python: str
+    names: list[str], num_samples: int, workers: list[int], repeats: int, peer_python: str, kind: str = "tokens"
 ) -> list[dict[str, Any]]:
     """Medians and ranges of each contender for each number of workers; ratios against `plain-8`."""
     table = []
@@ -85,12 +86,13 @@ def compare(
         for _ in range(repeats):
             for name in names:
                 python = peer_python if name == "peer" else sys.executable
-                runs[name].append(run_once(python, name, num_samples, num_workers))
+                runs[name].append(run_once(python, name, num_samples, num_workers, kind))
         base = statistics.median(one["total_samples_per_s"] for one in runs[names[0]])
         for name in names:
             rates = sorted(one["total_samples_per_s"] for one in runs[name])
             table.append(
                 {
+                    "kind": kind,
                     "workers": num_workers,
                     "loader": name,
                     "samples_per_s": statistics.median(rates),
@@ -127,15 +129,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("-n", "--num-samples", type=int, default=20000)
     parser.add_argument("-w", "--workers", type=lambda text: [int(w) for w in text.split(",")], default=[2])
     parser.add_argument("-r", "--repeats", type=int, default=5)
+    parser.add_argument("-k", "--kind", choices=list(KINDS), default="tokens", help="of samples")
     parser.add_argument("--peer-python", default="", help="interpreter of an environment with online-dynamic-batching")
     parser.add_argument("--output", type=Path, default=Path("out/throughput.json"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
-        print(json.dumps(measure(args.one, args.num_samples, args.workers[0])))
+        print(json.dumps(measure(args.one, args.num_samples, args.workers[0], args.kind)))
         return
     names = ["plain-8", "plain-64", "odb"] + (["peer"] if args.peer_python else [])
-    table = compare(names, args.num_samples, args.workers, args.repeats, args.peer_python)
+    table = compare(names, args.num_samples, args.workers, args.repeats, args.peer_python, args.kind)
     show(table)
     harness.write(table, "samples_per_s", args.output)
 

@@ -57,12 +57,12 @@ class PadCollator:
             )
         _check_same_keys(samples)
         columns = {key: [_single_row(sample[key]) for sample in samples] for key in first}
-        lengths = [len(ids) for ids in columns["input_ids"]]
+        lengths = list(map(len, columns["input_ids"]))
         multiple = self.pad_to_multiple_of
         width = -(-max(lengths) // multiple) * multiple
         out: dict[str, Any] = {}
         for key, values in columns.items():
-            is_sequence = all(_is_row(value, n) for value, n in zip(values, lengths, strict=True))
+            is_sequence = all(map(_is_row, values, lengths))
             if key == "labels" and not is_sequence:
                 _check_no_odd_labels(values, lengths)
             out[key] = self._padded(key, values, width) if is_sequence else _stacked(values)
@@ -71,7 +71,7 @@ class PadCollator:
         return out
 
     def _padded(self, key: str, values: list[Any], width: int) -> torch.Tensor:
-        rows = [torch.as_tensor(value) for value in values]
+        rows = [value if type(value) is torch.Tensor else torch.as_tensor(value) for value in values]
         # (rows, longest)
         out = pad_sequence(rows, batch_first=True, padding_value=self._fill(key), padding_side=self.side)
         missing = width - out.shape[1]
@@ -88,10 +88,10 @@ class PadCollator:
 
 
 def _check_same_keys(samples: list[Any]) -> None:
-    keys = set(samples[0])
+    keys = samples[0].keys()
     for number, sample in enumerate(samples):
-        if set(sample) != keys:
-            odd = sorted(map(str, keys ^ set(sample)))
+        if sample.keys() != keys:
+            odd = sorted(map(str, set(keys) ^ set(sample)))
             raise ConfigError(
                 f"the samples of a group have different keys: sample {number} differs from sample 0 in {odd}. Give every "
                 "sample the same keys in the dataset, or give collate_fn=... (list of samples -> batch)"
@@ -109,6 +109,8 @@ def _check_no_odd_labels(values: list[Any], lengths: list[int]) -> None:
 
 
 def _is_row(value: Any, length: int) -> bool:
+    if type(value) is torch.Tensor:
+        return value.ndim == 1 and value.shape[0] == length
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.ndim == 1 and len(value) == length
     return isinstance(value, (list, tuple)) and len(value) == length and all(isinstance(v, (int, float)) for v in value)
@@ -386,6 +388,8 @@ def per_sample(fn: Callable[[list[Any]], Any], then: Callable[[list[Any]], Any] 
 
 def _single_row(value: Any) -> Any:
     """A (1, length) row as a sequence: what processors that are asked for tensors give."""
+    if type(value) is torch.Tensor and value.ndim == 1:
+        return value
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 2 and value.shape[0] == 1:
         return value[0]
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], (list, tuple)):

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 _ALIGN = 64  # bytes: a cache line, and enough for every vector instruction
 _ZEROS = bytes(_ALIGN)
 
 Bytes = npt.NDArray[np.uint8]
-#: One buffer: contiguous bytes, or one-dimensional arrays of one dtype that are to lie behind one another.
-Part = memoryview | list[np.ndarray[Any, Any]]
+#: One buffer: contiguous bytes, or one-dimensional arrays or tensors of one dtype that are to lie behind one another.
+Part = memoryview | list[np.ndarray[Any, Any]] | list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Body:
         """The block piece by piece, as bytes-like objects, none of them empty."""
         table = np.array(self.sizes, np.int64).tobytes()
         for part in (table, self.head, *self.parts):
-            piece = np.concatenate(part).view(np.uint8).data if isinstance(part, list) else part
+            piece = _joined(part) if isinstance(part, list) else part
             if len(piece):
                 yield piece
             if len(piece) % _ALIGN:
@@ -51,10 +52,19 @@ class Body:
 
 
 def _copy(part: Any, target: Bytes) -> None:
-    if isinstance(part, list):
-        np.concatenate(part, out=target.view(part[0].dtype))
-    else:
+    if not isinstance(part, list):
         target[:] = np.frombuffer(part, np.uint8)
+    elif isinstance(part[0], torch.Tensor):
+        torch.cat(part, out=torch.from_numpy(target).view(part[0].dtype))
+    else:
+        np.concatenate(part, out=target.view(part[0].dtype))
+
+
+def _joined(part: list[Any]) -> memoryview:
+    if isinstance(part[0], torch.Tensor):
+        return torch.cat(part).view(torch.uint8).numpy().data
+    whole: memoryview = np.concatenate(part).view(np.uint8).data
+    return whole
 
 
 def split(block: memoryview, num_head_bytes: int, num_buffers: int) -> tuple[memoryview, list[memoryview]]:

@@ -1,7 +1,7 @@
 """A two-way link between two processes of one machine that carries whole objects.
 
 A message is a header of `_HEADER.size` bytes on a socket pair, followed by its body if that is small. A larger body is
-written into a block of the link's `Ring` and copied out of it, or, where it is larger than a block or none is free, into
+written into a block of the link's `Ring` and read there, or, where it is larger than a block or none is free, into
 anonymous memory (`memfd_create`) whose descriptor goes along with the header. So messages in flight cost the
 socket a few bytes each, a send practically never waits for the receiver, and nothing has a name in /dev/shm, whose size
 limit doesn't apply either. The receiver closes the descriptor before `recv` returns: a batch that is kept costs memory
@@ -57,7 +57,9 @@ INLINE_LIMIT = 16 * 1024 if _HAS_MEMFD else sys.maxsize
 #: already, which wins for small bodies; from about a megabyte on, page faults and the copy itself cost more than a mapping.
 MAP_FROM = 1024 * 1024
 #: Larger bodies get memory of their own.
-BLOCK_BYTES = 8 * 1024 * 1024
+BLOCK_BYTES = 64 * 1024 * 1024
+#: Received messages that may keep their block; further ones are copied.
+NUM_LENT = 6
 _RETRY_S = 0.005  # after a refusal that nothing tells the end of
 _SLICE_S = 0.5  # a wait looks this often whether another thread closed the channel
 
@@ -236,7 +238,9 @@ class Channel:
         _, place, num_bytes, num_head_bytes, num_buffers = self._parse_header()
         self._amid_message[1] = True
         if place >= 0:
-            self._body = self._copied_block(place, num_bytes)
+            ring = self._rings[1]
+            assert ring is not None
+            self._body = ring.take(place, num_bytes)
         elif place == _IN_MEMORY:
             self._body = self._open_body(num_bytes)
         else:
@@ -283,13 +287,6 @@ class Channel:
     def _is_block(self, place: int) -> bool:
         ring = self._rings[1]
         return place < 0 or (ring is not None and place < ring.num_blocks)
-
-    def _copied_block(self, block: int, num_bytes: int) -> Bytes:
-        ring = self._rings[1]
-        assert ring is not None
-        memory: Bytes = ring.block(block, num_bytes).copy()
-        ring.release(block)
-        return memory
 
     def _open_body(self, num_bytes: int) -> Bytes:
         fd = self._fds.pop()
@@ -360,10 +357,10 @@ def channel_pair(
 ) -> tuple[Channel, Channel]:
     """Two ends of a new link, both in this process. The limits are for tests and for measuring.
 
-    `num_blocks`: of the memory that large messages from the second end to the first go through, over and over.
+    `num_blocks`: messages of the second end that may be under way in memory that is used over and over.
     """
     ours, theirs = socket.socketpair()
-    ring = make_ring(num_blocks, BLOCK_BYTES) if num_blocks and _HAS_MEMFD else None
+    ring = make_ring(num_blocks + NUM_LENT, BLOCK_BYTES, NUM_LENT) if num_blocks and _HAS_MEMFD else None
     return (
         Channel(ours, inline_limit, map_from, (None, ring)),
         Channel(theirs, inline_limit, map_from, (ring, None)),

@@ -126,14 +126,17 @@ def count_loss_labels(labels: Any, ignore_index: int, label_shift: bool) -> int:
     if array.ndim == 0:
         return int(array != ignore_index)
     if label_shift:
-        array = array[..., 1:]
+        array = array[1:] if array.ndim == 1 else array[..., 1:]
     return int(np.count_nonzero(array != ignore_index))
 
 
 def _as_array(values: Any) -> Any:
     """As a numpy array, which is several times quicker than a tensor for a few hundred numbers."""
     if isinstance(values, torch.Tensor):
-        return values.detach().cpu().numpy()
+        try:
+            return values.numpy()
+        except (RuntimeError, TypeError):  # on a device, requires grad: asking each time costs more
+            return values.detach().cpu().numpy()
     return np.asarray(values)
 
 

@@ -91,7 +91,8 @@ class DirectFeed:
     def take(self, poll: Callable[[], None]) -> list[Record] | None:
         """The next chunk, read in this thread."""
         poll()
-        return self._source.next_chunk()
+        chunk = self._source.next_chunk()
+        return None if chunk is None else self._source.opened(chunk)
 
     def grant(self, block: range, is_complete: bool) -> None:
         """More keys of a shared order."""
@@ -116,8 +117,11 @@ class ThreadFeed:
 
     def _draw(self) -> None:
         try:
-            while self._inbox.put(self._source.next_chunk()):
-                pass
+            while True:
+                chunk = self._source.next_chunk()
+                assert not isinstance(chunk, list)  # workers send parcels
+                if not self._inbox.put(chunk):
+                    return
         except BaseException as error:  # whatever it is, the round loop must learn of it
             self._inbox.fail(error)
 
@@ -126,7 +130,8 @@ class ThreadFeed:
         while True:
             poll()
             with contextlib.suppress(TimeoutError):
-                return self._inbox.take(_SLICE_S)
+                chunk = self._inbox.take(_SLICE_S)
+                return None if chunk is None else self._source.opened(chunk)
 
     def grant(self, block: range, is_complete: bool) -> None:
         """More keys of a shared order."""

@@ -1,10 +1,12 @@
 """How chunks get from the inner workers to the collate process.
 
-The worker's queue carries a few numbers; the chunk itself lies in a block of the worker's `Ring`, and is copied out of it
-on arrival. A chunk that is too large for a block gets anonymous memory of its own, which the collate process maps by way
-of /proc: such samples move without being copied. Where neither is possible, the queue carries the bytes.
+The worker's queue carries a few numbers; the chunk itself lies in a block of the worker's `Ring`. It is read there: the
+block is free again when the last sample of it is gone. A chunk that is too large for a block gets anonymous memory of its
+own, which the collate process maps by way of /proc. Either way samples move without being copied. Where neither is
+possible, the queue carries the bytes.
 
-A block is free again once its parcel has been opened, or thrown away unopened (of an epoch that was left).
+So that the worker never runs out of blocks, no more than `NUM_LENT` are held; further chunks are copied on arrival. What
+arrives and is thrown away unopened (of an epoch that was left) frees its block too.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from odb.feed.channel import map_memory, memory_with
 from odb.feed.chunk import Record, pack, unpack
 from odb.feed.ring import Ring, make_ring
 
-#: Bytes of a block: above this a mapping costs less than the copy, below it more.
-BLOCK_BYTES = 4 << 20
+#: Bytes of a block, of which only what was written to is there; larger chunks go their own way.
+BLOCK_BYTES = 64 << 20
+#: Blocks per worker that may hold samples of the window.
+NUM_LENT = 64
 
 _tokens = itertools.count()
 _post_offices: weakref.WeakValueDictionary[int, PostOffice] = weakref.WeakValueDictionary()
@@ -36,11 +40,11 @@ class PostOffice:
 
     Args:
         num_workers: of the inner loader.
-        num_blocks: per worker; as many as it may have tasks under way, and some.
+        num_blocks: per worker, to be filled; as many as it may have tasks under way, and some.
     """
 
     def __init__(self, num_workers: int, num_blocks: int) -> None:
-        self.rings = [make_ring(num_blocks, BLOCK_BYTES) for _ in range(num_workers)]
+        self.rings = [make_ring(num_blocks + NUM_LENT, BLOCK_BYTES, NUM_LENT) for _ in range(num_workers)]
         self.generation = 0
         self._token = next(_tokens)
         _post_offices[self._token] = self
@@ -59,12 +63,18 @@ class PostOffice:
 
 
 class Parcel:
-    """A chunk that has arrived. Its worker may end before it is opened."""
+    """A chunk that has arrived. Its worker may end before it is opened.
+
+    Attributes:
+        size: samples in it, and their tokens and bytes.
+    """
 
     _fd = -1
 
-    def __init__(self, layout: tuple[int, int], place: Place, data: bytes = b"") -> None:
+    def __init__(self, layout: tuple[int, int], place: Place, size: tuple[int, int, int], data: bytes = b"") -> None:
+        self.size = size
         self._layout = layout  # bytes of the stream, number of buffers
+        self._memory: Bytes | None = None
         self._place = place
         self._data = data
         self._office = _post_offices.get(place.token)
@@ -73,21 +83,29 @@ class Parcel:
         if place.block >= 0 and place.fd >= 0:
             self._fd = _opened(place)
 
+    def fetch(self) -> None:
+        """Takes the chunk out of the worker's block, which is free from then on. Copies memory, and little else."""
+        if self._memory is None:
+            self._memory = self._fetched()
+
     def open(self) -> list[Record]:
         """The records. Once."""
-        return unpack(self._block().data, *self._layout)
+        self.fetch()
+        assert self._memory is not None
+        return unpack(self._memory.data, *self._layout)
 
-    def _block(self) -> Bytes:
+    def _fetched(self) -> Bytes:
         place, ring = self._place, self._ring
         if place.block < 0:
             self._try_lending()
             return np.frombuffer(bytearray(self._data), np.uint8)
         if place.fd >= 0:
             memory = map_memory(self._fd, place.num_bytes)
+            self._release()
         else:
             assert ring is not None
-            memory = ring.block(place.block, place.num_bytes).copy()
-        self._release()
+            self._holds_block = False  # it is the memory's from now on
+            memory = ring.take(place.block, place.num_bytes)
         return memory
 
     @property
@@ -137,11 +155,17 @@ class Place:
 class Sent:
     """A chunk on its way. Becomes a `Parcel` where it is unpickled."""
 
-    def __init__(self, layout: tuple[int, int], place: Place, data: bytes = b"") -> None:
-        self._fields = (layout, place, data)
+    def __init__(self, layout: tuple[int, int], place: Place, size: tuple[int, int, int], data: bytes = b"") -> None:
+        self._fields = (layout, place, size, data)
 
     def __reduce__(self) -> Any:
         return Parcel, self._fields
+
+
+def size_of(records: list[Record]) -> tuple[int, int, int]:
+    """Samples, tokens and bytes of some records; what was rejected has none."""
+    measures = [record.measure for record in records if record.measure is not None]
+    return len(records), sum(m.length for m in measures), sum(m.num_bytes for m in measures)
 
 
 class Packer:
@@ -161,9 +185,10 @@ class Packer:
         layout, num_bytes = (len(body.head), len(body.sizes)), body.num_bytes
         place = self._placed(body, ring, Place(self._token, worker, num_bytes)) if ring is not None else None
         if place is not None:
-            return Sent(layout, place)
+            return Sent(layout, place, size_of(records))
         fd = ring.fd if ring is not None and num_bytes > ring.capacity else -1
-        return Sent(layout, Place(self._token, worker, num_bytes, -1, os.getpid(), fd), b"".join(body.pieces()))
+        place = Place(self._token, worker, num_bytes, -1, os.getpid(), fd)
+        return Sent(layout, place, size_of(records), b"".join(body.pieces()))
 
     def _placed(self, body: Body, ring: Ring, place: Place) -> Place | None:
         self._take_back(ring)

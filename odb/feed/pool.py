@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
 import time
 import traceback
 from collections import deque
@@ -32,9 +31,9 @@ from odb.plan.types import StepPlan
 
 logger = logging.getLogger("odb")
 
-#: Under "auto": seconds per batch from which collation is shared out, and batches that are timed before.
+#: Under "auto": seconds per batch from which collation is shared out, and batches that are timed, at least and at most.
 SLOW_S = 0.010
-NUM_TIMED = 3
+NUM_TIMED = (4, 8)
 _SLICE_S = 0.2
 _GRACE_S = 1.0
 _READY = "ready"
@@ -118,7 +117,7 @@ class CollatePool:
         self._poll = poll
         self._members: list[tuple[Any, Channel]] = []
         self._is_ready = False
-        self._timed: deque[float] = deque(maxlen=NUM_TIMED)
+        self._timed: deque[float] = deque(maxlen=NUM_TIMED[1])
         self._num_submitted = self._num_taken = 0
 
     def prepare(self) -> None:
@@ -144,14 +143,18 @@ class CollatePool:
         return True
 
     def note(self, seconds: float) -> None:
-        """How long a batch took in this process; may start the pool."""
+        """How long a batch took in this process; may start the pool.
+
+        Three of four have to be slow: on a machine with much else to do any batch may take long, but few do.
+        """
+        if not self.size or self._members:
+            return
         self._timed.append(seconds)
-        is_slow = len(self._timed) == NUM_TIMED and statistics.median(self._timed) >= SLOW_S
-        if self.size and is_slow and not self._members:
+        num = len(self._timed)
+        typical = sorted(self._timed)[num // 4]
+        if num >= NUM_TIMED[0] and typical >= SLOW_S:
             logger.info(
-                "collate_fn takes %.0f ms a batch: %d processes share it (collate_workers)",
-                1e3 * statistics.median(self._timed),
-                self.size,
+                "collate_fn takes %.0f ms a batch: %d processes share it (collate_workers)", 1e3 * typical, self.size
             )
             self._start()
 

@@ -2,9 +2,11 @@
 
 Fresh shared memory costs more than the copy into it: the kernel clears every page, and both sides fault on each. Blocks
 that are used again cost the copy alone. They lie in anonymous memory (`memfd_create`): no name in /dev/shm, no limit of
-its size, gone with the last process that has it.
+its size, gone with the last process that has it. A block has room for large contents and takes what was ever written to
+it, so the lowest free one is always used first.
 
-Only the writer turns a block's flag on, only the reader turns it off; which block holds what is told by other means.
+Only the writer turns a block's flag on, only the reader turns it off; which block holds what is told by other means. The
+reader need not copy: `take` lends it the block itself, which is free again when the last array or tensor over it is gone.
 """
 
 from __future__ import annotations
@@ -22,17 +24,24 @@ import numpy as np
 from odb.feed.body import Bytes
 
 _PAGE = 4096
+#: Smaller contents are copied: that is cheaper than keeping track of a block.
+_LEND_FROM = 64 * 1024
 
 
 class Ring:
     """`num_blocks` blocks of `capacity` bytes. Memory is taken as it is written to, never before.
 
+    Args:
+        num_lent: so many of them `take` may lend at a time; the writer goes on with the others.
+
     Raises:
         OSError: there is no anonymous memory here.
     """
 
-    def __init__(self, num_blocks: int, capacity: int, fd: int | None = None) -> None:
+    def __init__(self, num_blocks: int, capacity: int, num_lent: int = 0, fd: int | None = None) -> None:
         self.num_blocks = num_blocks
+        self.num_lent = num_lent
+        self._lent: set[int] = set()
         self.capacity = -(-capacity // _PAGE) * _PAGE
         size = _PAGE + num_blocks * self.capacity
         self._fd = _anonymous(size) if fd is None else fd
@@ -42,19 +51,15 @@ class Ring:
         self._blocks = [
             np.frombuffer(self._map, np.uint8, self.capacity, _PAGE + k * self.capacity) for k in range(num_blocks)
         ]
-        self._next = 0
-        self._fence = threading.Lock()
 
     def claim(self) -> int | None:
-        """Writer: a block that is free, None if there is none."""
-        for k in range(self._next, self._next + self.num_blocks):
-            number = k % self.num_blocks
-            if not self._in_use[number]:
-                self._order_memory()
-                self._in_use[number] = 1
-                self._next = number + 1
-                return number
-        return None
+        """Writer: the first block that is free, None if there is none."""
+        number = self._in_use.tobytes().find(0)
+        if number < 0:
+            return None
+        _order_memory()
+        self._in_use[number] = 1
+        return number
 
     def is_free(self, number: int) -> bool:
         """Writer: whether the reader is done with a block."""
@@ -80,30 +85,61 @@ class Ring:
 
     def release(self, number: int) -> None:
         """Reader: the block may be filled again. Writer: it will not be sent after all."""
-        self._order_memory()
+        _order_memory()
         self._in_use[number] = 0
 
-    def reset(self) -> None:
-        """All blocks are free. Only while nobody writes."""
-        self._header[:] = 0
+    def take(self, number: int, num_bytes: int) -> Bytes:
+        """Reader: the contents of a block, for good: a copy, or the block itself, which is then released by and by."""
+        if num_bytes >= _LEND_FROM and len(self._lent) < self.num_lent:
+            self._lent.add(number)
+            lent: Bytes = np.asarray(_Loan(self, number, self.block(number, num_bytes)))
+            return lent
+        copied: Bytes = self.block(number, num_bytes).copy()
+        self.release(number)
+        return copied
 
-    def _order_memory(self) -> None:
-        # What was read before must have been read when the other side sees the flag, also where processors reorder:
-        # no load passes a release, no store passes an acquisition.
-        with self._fence:
-            pass
-        with self._fence:
-            pass
+    def return_loan(self, number: int) -> None:
+        """Nothing refers to a block any more that `take` has lent."""
+        self._lent.discard(number)
+        self.release(number)
+
+    def reset(self) -> None:
+        """Reader: all blocks but those that are lent are free. Only while nobody writes."""
+        for number in range(self.num_blocks):
+            self._in_use[number] = number in self._lent
+        self.may_lend = False
 
     def __reduce__(self) -> Any:
         context.assert_spawning(self)
-        return _rebuilt, (self.num_blocks, self.capacity, reduction.DupFd(self._fd))
+        return _rebuilt, (self.num_blocks, self.capacity, self.num_lent, reduction.DupFd(self._fd))
 
     def __del__(self, _close: Callable[[int], None] = os.close, _suppress: Any = suppress) -> None:
         # Defaults, since a module's own names may be gone when the interpreter ends.
         if hasattr(self, "_fd"):
             with _suppress(OSError):
                 _close(self._fd)
+
+
+class _Loan:
+    """Owner of the memory of a block that was lent: NumPy keeps it alive as long as any array or tensor over the block."""
+
+    def __init__(self, ring: Ring, number: int, memory: Bytes) -> None:
+        self.__array_interface__ = memory.__array_interface__
+        self._ring = ring  # keeps the mapping
+        self._number = number
+        self._pid = os.getpid()
+
+    def __del__(self, _getpid: Callable[[], int] = os.getpid) -> None:
+        if self._pid == _getpid():  # a forked process has a copy of this object; the block is its parent's
+            self._ring.return_loan(self._number)
+
+
+def _order_memory() -> None:
+    # What was read before must have been read when the other side sees the flag, also where processors reorder: no load
+    # passes a release, no store passes an acquisition. Locks of its own, since this also runs inside a collection.
+    for _ in range(2):
+        with threading.Lock():
+            pass
 
 
 def _anonymous(size: int) -> int:
@@ -118,13 +154,16 @@ def _anonymous(size: int) -> int:
     return fd
 
 
-def _rebuilt(num_blocks: int, capacity: int, descriptor: Any) -> Ring:
-    return Ring(num_blocks, capacity, descriptor.detach())
+def _rebuilt(num_blocks: int, capacity: int, num_lent: int, descriptor: Any) -> Ring:
+    return Ring(num_blocks, capacity, num_lent, descriptor.detach())
 
 
-def make_ring(num_blocks: int, capacity: int) -> Ring | None:
-    """A ring, or None where the system has none: then messages go their own way each."""
-    try:
-        return Ring(num_blocks, capacity)
-    except (OSError, ValueError):
-        return None
+def make_ring(num_blocks: int, capacity: int, num_lent: int) -> Ring | None:
+    """A ring, or None where the system has none: then messages go their own way each.
+
+    A limit on address space or on the size of files may allow smaller blocks only.
+    """
+    for size in (capacity, capacity // 16):
+        with suppress(OSError, ValueError):
+            return Ring(num_blocks, size, num_lent)
+    return None

@@ -22,7 +22,7 @@ from odb.errors import MeasureError
 from odb.feed.chunk import Record
 from odb.feed.granted import GrantedKeys
 from odb.feed.measure import Measurer
-from odb.feed.parcel import PostOffice
+from odb.feed.parcel import Parcel, PostOffice
 from odb.feed.supervise import ChildWatch, guard_against_orphaning, ignore_interrupts
 
 MAX_CHUNK = 32  # larger ones gain nothing; the first ones are smaller, so that the first batch comes early
@@ -408,19 +408,25 @@ class Source:
         self._iterator = iter(self.loader)
         self.children.install()
 
-    def next_chunk(self) -> list[Record] | None:
-        """The next records, or None once this epoch's order is used up. None, too, where nobody wants any more."""
+    def next_chunk(self) -> Parcel | list[Record] | None:
+        """The next records, to be `opened`; None once this epoch's order is used up, or where nobody wants any more."""
         if not self.index_source.order.is_elastic:
             return self._next_of_loader()
         granted = self.index_source.granted
-        records: list[Record] | None = []
-        while records is not None and not records:
+        while True:
             granted.wait()
             if granted.is_released:
                 return None
-            records = self._next_of_loader()
-        granted.came_back(len(records or ()))
-        return records
+            chunk = self._next_of_loader()
+            num = 0 if chunk is None else num_records(chunk)
+            granted.came_back(num)
+            if chunk is None or num:
+                return chunk
+
+    def opened(self, chunk: Parcel | list[Record]) -> list[Record]:
+        """The records of a chunk. Each chunk once, in their order."""
+        records = chunk if isinstance(chunk, list) else chunk.open()
+        return self._numbered(records) if self.config.is_iterable else records
 
     def grant(self, block: range, is_complete: bool) -> None:
         """Keys of the shared order that this rank may read from now on; `is_complete`: none come behind them."""
@@ -430,14 +436,15 @@ class Source:
         """Nobody wants more of this epoch: whoever waits for grants goes on."""
         self.index_source.granted.release()
 
-    def _next_of_loader(self) -> list[Record] | None:
+    def _next_of_loader(self) -> Parcel | list[Record] | None:
         assert self._iterator is not None, "begin() first"
         try:
-            chunk = next(self._iterator)
+            chunk: Parcel | list[Record] = next(self._iterator)
         except StopIteration:
             return None
-        records: list[Record] = chunk.open() if self.config.num_workers else chunk
-        return self._numbered(records) if self.config.is_iterable else records
+        if not isinstance(chunk, list):
+            chunk.fetch()  # the worker needs its block
+        return chunk
 
     def _numbered(self, records: list[Record]) -> list[Record]:
         """Identities by arrival; after a resume without what was emitted before."""
@@ -486,37 +493,42 @@ class Source:
         del self.loader
 
 
+def num_records(chunk: Parcel | list[Record]) -> int:
+    """Records of a chunk, opened or not."""
+    return len(chunk) if isinstance(chunk, list) else chunk.size[0]
+
+
 class Inbox:
-    """Chunks of records drawn ahead of the round that will use them; a thread fills it, the round loop empties it."""
+    """Chunks drawn ahead of the round that will use them; a thread fills it, the round loop empties it.
+
+    The thread does next to nothing with a chunk but to fetch it: two threads that both run Python code slow each other
+    down by more than the work that they share.
+    """
 
     def __init__(self, max_samples: int, max_tokens: int, max_bytes: int) -> None:
         self._limits = (max_samples, max_tokens, max_bytes)
         self._condition = threading.Condition()
-        self._chunks: deque[list[Record]] = deque()
+        self._chunks: deque[Parcel] = deque()
         self._held = [0, 0, 0]
         self._error: BaseException | None = None
         self._dry = False
         self._stopped = False
 
-    def put(self, records: list[Record] | None) -> bool:
+    def put(self, chunk: Parcel | None) -> bool:
         """Adds a chunk (None: the source is dry); blocks while full. False once nobody wants more."""
         with self._condition:
             while not self._stopped and any(h >= m for h, m in zip(self._held, self._limits, strict=True)):
                 self._condition.wait()
-            if records is None:
+            if chunk is None:
                 self._dry = True
             else:
-                self._chunks.append(records)
-                self._count(records, 1)
+                self._chunks.append(chunk)
+                self._count(chunk, 1)
             self._condition.notify_all()
-            return not self._stopped and records is not None
+            return not self._stopped and chunk is not None
 
-    def _count(self, records: list[Record], sign: int) -> None:
-        self._held[0] += sign * len(records)
-        for record in records:
-            if record.measure is not None:
-                self._held[1] += sign * record.measure.length
-                self._held[2] += sign * record.measure.num_bytes
+    def _count(self, chunk: Parcel, sign: int) -> None:
+        self._held = [held + sign * size for held, size in zip(self._held, chunk.size, strict=True)]
 
     def fail(self, error: BaseException) -> None:
         """What went wrong while drawing; raised to whoever takes next, once what was drawn before is used up."""
@@ -524,7 +536,7 @@ class Inbox:
             self._error = error
             self._condition.notify_all()
 
-    def take(self, timeout: float) -> list[Record] | None:
+    def take(self, timeout: float) -> Parcel | None:
         """The next chunk; None when the source is dry.
 
         Raises:

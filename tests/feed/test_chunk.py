@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
+import resource
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from odb.errors import SampleError
 from odb.feed.chunk import Record, pack, unpack
 from odb.feed.measure import Measure
 from odb.feed.parcel import BLOCK_BYTES, Packer, Parcel, PostOffice
-from odb.feed.ring import Ring
+from odb.feed.ring import Ring, make_ring
 
 DTYPES = [
     torch.bool,
@@ -163,6 +166,12 @@ def arrived(sent: Any) -> Parcel:
     return parcel
 
 
+@pytest.fixture
+def without_lending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odb.feed.parcel.NUM_LENT", 0)
+
+
+@pytest.mark.usefixtures("without_lending")
 def test_blocks_are_free_again_once_a_parcel_was_opened_or_thrown_away() -> None:
     office = PostOffice(1, num_blocks=2)
     packer: Packer = office.packer
@@ -199,6 +208,67 @@ def test_a_ring_gives_blocks_out_one_by_one() -> None:
     assert ring.claim() is not None
 
 
+BIG = 1 << 16  # bytes from which a block is lent
+
+
+def filled(ring: Ring, value: int) -> int:
+    number = ring.claim()
+    assert number is not None
+    ring.block(number, BIG)[:] = value
+    return number
+
+
+def test_a_block_is_lent_as_long_as_anything_refers_to_it() -> None:
+    ring = Ring(3, 2 * BIG, num_lent=1)
+    first = filled(ring, 7)
+    tensor = torch.from_numpy(ring.take(first, BIG)[10:20])
+    view = tensor[2:4]
+    del tensor
+    gc.collect()
+    assert not ring.is_free(first) and ring.claim() == 1
+    copied = ring.take(1, BIG)  # one is lent: this one is copied
+    ring.block(1, BIG)[:] = 9
+    assert ring.is_free(1) and view.tolist() == [7, 7] and not copied.any()
+    del view
+    assert ring.is_free(first)
+    small = filled(ring, 1)
+    assert ring.take(small, BIG - 1).all() and ring.is_free(small)  # a small one always
+
+
+def test_new_workers_get_no_block_that_is_lent() -> None:
+    ring = Ring(2, BIG, num_lent=2)
+    lent = ring.take(filled(ring, 3), BIG)
+    assert filled(ring, 4) == 1  # its worker dies before it is read
+    ring.reset()
+    assert ring.claim() == 1 and ring.claim() is None
+    assert (lent == 3).all()
+    del lent
+    assert ring.claim() == 0
+
+
+def test_a_forked_process_gives_nothing_back() -> None:
+    ring = Ring(1, BIG, num_lent=1)
+    lent = ring.take(filled(ring, 3), BIG)
+    child = os.fork()
+    if not child:
+        del lent
+        os._exit(not ring.is_free(0) and 5)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    assert not ring.is_free(0) and (lent == 3).all()
+
+
+def test_a_ring_makes_do_with_small_blocks_where_memory_is_limited() -> None:
+    child = os.fork()
+    if not child:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+        ring = make_ring(10, 16 << 20, 1)
+        none = make_ring(1000, 16 << 20, 1)
+        os._exit(0 if ring is not None and ring.capacity == 1 << 20 and none is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.usefixtures("without_lending")
 def test_a_parcel_of_workers_that_are_gone_frees_no_block_of_the_next_ones() -> None:
     office = PostOffice(1, num_blocks=1)
     records = records_of([{"x": torch.arange(100)}])
