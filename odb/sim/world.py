@@ -14,7 +14,7 @@ from odb.errors import ConfigError
 from odb.plan import grants, packed
 from odb.plan import round as protocol
 from odb.plan.cost import group_cost, padded_length
-from odb.plan.types import I64, Agreement, Measures, Plan, PlanConfig, RoundState
+from odb.plan.types import I64, Agreement, Measures, Plan, PlanConfig, Room, RoundState
 
 #: A round without a step is legal; this many in a row would mean that the protocol stands still.
 _MOST_EMPTY_ROUNDS = 1000
@@ -64,15 +64,12 @@ class _Rank:
         if len(block):
             self.keys = np.concatenate([self.keys, np.arange(block.start, block.stop)])
 
-    def draw(self, lengths: I64, target: tuple[int, int, int]) -> Measures:
-        """Samples until a limit is reached; the one that reaches it is the last."""
-        if min(target) <= 0:
-            return _measures(self.keys[:0], lengths)
-        ahead = self.keys[: target[0]]
-        total = np.cumsum(lengths[ahead])
-        num = min(len(ahead), int(np.searchsorted(total, target[1])) + 1)
-        taken, self.keys = self.keys[:num], self.keys[num:]
-        return _measures(taken, lengths)
+    def draw(self, lengths: I64, room: Room) -> Measures:
+        """Samples as long as they fit."""
+        ahead = _measures(self.keys[: max(room.samples, room.must, 0)], lengths)
+        num = room.num_taken(ahead.length, ahead.num_bytes)
+        self.keys = self.keys[num:]
+        return ahead.take(slice(0, num))
 
 
 def _measures(keys: I64, lengths: I64) -> Measures:
