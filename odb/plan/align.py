@@ -191,7 +191,7 @@ def _waits(config: PlanConfig, table: _Windows) -> bool:
     are few of them.
     """
     few = _FEW * config.grad_accum_steps
-    return table.is_late and table.will_grow and bool(table.groups[table.running].min() <= few)
+    return table.is_late and table.will_grow and bool((table.groups[table.running] <= few).any())
 
 
 def _up(steps: int, config: PlanConfig) -> int:

@@ -36,6 +36,7 @@ class Trace:
         max_waiting_keys: the most keys that a rank was granted and had not used yet.
         seconds: that the simulation took.
         max_age: the most rounds that a sample was carried.
+        longest: tokens of the longest sample.
         max_displacement: the furthest that a sample can have moved in the order, see `_Log.reach`; -1: shares are fixed.
     """
 
@@ -50,6 +51,7 @@ class Trace:
     max_waiting_keys: int
     seconds: float
     max_age: int
+    longest: int
     max_displacement: int
 
 
@@ -137,6 +139,7 @@ class _Log:
     def __init__(self, config: PlanConfig, lengths: I64, is_elastic: bool) -> None:
         self._config = config
         self._is_elastic = is_elastic
+        self._longest = int(lengths.max(initial=0))
         self._step_of = np.full(len(lengths), -1, np.int64)
         self._parts: list[I64] = []
         self._rows: list[I64] = []
@@ -205,5 +208,6 @@ class _Log:
             self._max_waiting,
             seconds,
             self._max_age,
+            self._longest,
             self.reach(),
         )
