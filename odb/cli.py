@@ -60,8 +60,8 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the drawn lengths, and of the order (default 0)")
     parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks (default %(default)s)")
     parser.add_argument("--layout", default="padded", help="padded (default) or packed")
-    parser.add_argument("--sharding", choices=("elastic", "static"), default="elastic")
-    parser.add_argument("--policy", choices=("odb", "published"), default="odb")
+    parser.add_argument("--sharding", choices=("elastic", "static"), help="elastic (default), or static")
+    parser.add_argument("--policy", choices=("odb", "published"), default="odb", help="published: static shares alone")
     parser.add_argument("--grad-accum-steps", type=int, default=1)
     parser.add_argument(
         "--step-times", metavar="FILE", help=".jsonl with rows, padded_len and seconds of measured steps"
@@ -146,6 +146,9 @@ def _show_tuned(result: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def _config(args: argparse.Namespace) -> PlanConfig:
+    if args.policy == "published" and args.sharding == "elastic":
+        raise ConfigError("--policy published knows static shares alone: leave out --sharding elastic")
+    args.sharding = args.sharding or ("static" if args.policy == "published" else "elastic")
     for name in ("ranks", "samples"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}")

@@ -22,7 +22,7 @@ from odb.feed.elastic import ENDLESS
 from odb.feed.measure import Measure
 from odb.plan import cost, grants
 from odb.plan import round as protocol
-from odb.plan.types import I64, Agreement, Measures, PlanConfig, RoundState, StepPlan, Verdict
+from odb.plan.types import I64, Agreement, Measures, PlanConfig, Room, RoundState, StepPlan, Verdict
 from odb.plan.wire import digest
 
 
@@ -351,14 +351,14 @@ class EpochJob:
 
     def _gather(self, state: RoundState) -> tuple[Measures, bool]:
         """Draws until this round's window is closed; returns what was drawn, and whether the source is dry."""
-        need = list(protocol.fill_target(self.config, state))
+        room = protocol.fill_target(self.config, state)
         taken: list[Record] = []
         exhausted = False
-        while all(n > 0 for n in need) and not self.is_closed():
+        while not (room.is_full or self._backlog_waits(room) or self.is_closed()):
             if not self._has_keys() or (not self._backlog and not self._draw()):
                 exhausted = True
                 break
-            self._use_backlog(taken, need)
+            room = self._use_backlog(taken, room)
         # Told a round earlier than by drawing in vain.
         exhausted = exhausted or (self.cursor == self.num_keys if self.waiting is None else not self._has_keys())
         held = int(state.window.length.sum()) + sum(r.measure.length for r in taken if r.measure)
@@ -390,21 +390,34 @@ class EpochJob:
         large = dict(zip((r.id for r in good), cost.oversize(self.config, _measures(good)).tolist(), strict=True))
         return [large.get(record.id, False) for record in chunk]
 
-    def _use_backlog(self, taken: list[Record], need: list[int]) -> None:
+    def _backlog_waits(self, room: Room) -> bool:
+        """Whether the next record is one that the window has no room for."""
+        return bool(self._backlog) and not room.takes(*self._size(*self._backlog[0]))
+
+    def _use_backlog(self, taken: list[Record], room: Room) -> Room:
+        """Takes records until one does not fit; returns the room that is left."""
         used = 0
         for record, is_large in self._backlog:
+            if not room.takes(*self._size(record, is_large)):
+                break
             used += 1
             for one in self._admitted(record, is_large):
                 assert one.measure is not None
                 taken.append(one)
                 self._held[one.id] = one
-                need[0] -= 1
-                need[1] -= one.measure.length
-                need[2] -= one.measure.num_bytes
-            if need[0] <= 0 or need[1] <= 0 or need[2] <= 0:
-                break
+                room = room.less(one.measure.length, one.measure.num_bytes)
         self._use_keys(used)
         self._backlog = self._backlog[used:]
+        return room
+
+    def _size(self, record: Record, is_large: bool) -> tuple[int, int]:
+        """Tokens and bytes that a record adds to the window at most; none where it is refused."""
+        if record.measure is None or (is_large and self.config.on_oversize not in ("truncate", "split")):
+            return 0, 0
+        length = record.measure.length
+        if is_large and self.config.on_oversize == "truncate":
+            length = min(length, cost.row_capacity(self.config))
+        return length, record.measure.num_bytes
 
     def _admitted(self, record: Record, is_large: bool) -> list[Record]:
         """What may be planned of a record; the others are refused, counted or cut, as the options say."""

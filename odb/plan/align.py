@@ -43,6 +43,9 @@ _PART = 2
 _PART_EARLY = 4
 _PART_LATE = 64
 
+#: Optimizer steps that a rank must be able to fill for anything to leave while the last keys are granted.
+_FEW = 4
+
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
@@ -56,6 +59,7 @@ class _Windows:
     is_elastic: bool
     is_early: bool  # windows still grow from round to round
     is_late: bool  # elastic: what is not yet observed can't fill the windows any more
+    will_grow: bool  # keys are granted just now
 
     @classmethod
     def of(cls, config: PlanConfig, table: ReportTable, granted: I64) -> _Windows:
@@ -78,6 +82,7 @@ class _Windows:
             is_elastic,
             token_target(config, int(table.round[0])) < config.max_held_tokens,
             is_late,
+            bool(granted.any()),
         )
 
 
@@ -162,6 +167,8 @@ def _target(config: PlanConfig, table: _Windows) -> tuple[int, bool, I64]:
     """The number of steps, whether the epoch is over behind them, and common cost caps (none: each rank for itself)."""
     if not table.running.any() and not table.held.any():
         return 0, True, _NONE
+    if _waits(config, table):
+        return 0, False, _NONE
     if config.drop_last:
         return *_complete_steps(config, table), _NONE
     if config.policy == "published":
@@ -175,6 +182,16 @@ def _target(config: PlanConfig, table: _Windows) -> tuple[int, bool, I64]:
     else:
         steps, last = (_up(steps, config) if config.accum_tail == "fill" else steps), True
     return steps, last, _common_caps(table, steps) if has_caps and not last else _NONE
+
+
+def _waits(config: PlanConfig, table: _Windows) -> bool:
+    """Some of a shared order's last keys were granted just now, and some rank can fill but a few optimizer steps.
+
+    What it holds would leave in groups that are not full, or it would be idle. As every such round grants keys, there
+    are few of them.
+    """
+    few = _FEW * config.grad_accum_steps
+    return table.is_late and table.will_grow and bool((table.groups[table.running] <= few).any())
 
 
 def _up(steps: int, config: PlanConfig) -> int:

@@ -19,6 +19,9 @@ from odb.plan.types import I64, Agreement, Measures, PlanConfig, Proposal, Statu
 
 Groups = list[I64]
 
+#: A round of waiting counts like 2 % of a row better filled.
+_WORTH_OF_WAITING = 0.02
+
 
 def bounds(config: PlanConfig) -> pack.Bounds:
     """What a row may hold. Patches are bounded per group; a group of several rows shares them out evenly."""
@@ -94,11 +97,16 @@ def choose(config: PlanConfig, proposal: Proposal, agreement: Agreement, num_gro
 
 
 def _overflow(config: PlanConfig, proposal: Proposal, groups: Groups, num_groups: int) -> Groups:
-    """More groups than steps: those with overdue samples leave, the oldest first, then the fullest; the rest waits."""
+    """More groups than steps: those with overdue samples leave, the oldest first, then the fullest; the rest waits.
+
+    Long samples make the fullest rows. That waiting counts, too, keeps the order in which lengths leave random.
+    """
     oldest = np.array([proposal.age[group].max() for group in groups])
     oldest = np.where(oldest >= config.max_age, oldest, 0)
     tokens = np.array([proposal.window.length[group].sum() for group in groups])
-    return [groups[i] for i in np.lexsort((-tokens, -oldest))[:num_groups]]
+    waited = np.array([proposal.age[group].mean() for group in groups])
+    value = tokens / tokens.max() + _WORTH_OF_WAITING * waited
+    return [groups[i] for i in np.lexsort((-value, -oldest))[:num_groups]]
 
 
 def _without_reserve(config: PlanConfig, proposal: Proposal, num_groups: int) -> I64:

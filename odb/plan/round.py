@@ -27,6 +27,7 @@ from odb.plan.types import (
     PlanConfig,
     Proposal,
     Report,
+    Room,
     RoundState,
     Status,
     StepPlan,
@@ -56,26 +57,24 @@ _NONE = np.empty(0, np.int64)
 _EMPTY_REPORT = Report(0, 0, Status.RUNNING, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
-def fill_target(config: PlanConfig, state: RoundState) -> tuple[int, int, int]:
-    """How many more samples, tokens and bytes this round's window takes: it closes when any of the three is reached.
+def fill_target(config: PlanConfig, state: RoundState) -> Room:
+    """How many more samples, tokens and bytes this round's window takes; it closes before a sample that does not fit.
 
     The limits count what is carried. The token limit starts at two groups for each micro-step of an optimizer step
     and doubles with every round up to `max_held_tokens`, so that the first batch comes early. Where what is carried
     can't make a step (fewer samples than micro-steps; no complete group with `drop_last`), the limits give way.
     """
     window = state.window
-    room = (
+    room = Room(
         config.window - len(window),
         token_target(config, state.round) - int(window.length.sum()),
         config.max_held_bytes - int(window.num_bytes.sum()),
     )
-    least = (0, 0, 0)
-    if not _can_step(config, window):
-        # As much again as is held: few rounds even where limits are far too small for one group.
-        least = (max(1, len(window)), max(1, int(window.length.sum())), max(1, int(window.num_bytes.sum())))
-    elif min(room) <= 0:
-        return least
-    return max(room[0], least[0]), max(room[1], least[1]), max(room[2], least[2])
+    if _can_step(config, window):
+        return room
+    # Where nothing fits as many again as are held: few rounds even where limits are far too small for one group.
+    least = len(window) if room.is_full else 1
+    return replace(room, must=max(1, least, config.grad_accum_steps - len(window)))
 
 
 def _can_step(config: PlanConfig, window: Measures) -> bool:

@@ -119,12 +119,44 @@ class Measures:
             )
         )
 
-    def take(self, index: npt.NDArray[Any]) -> Measures:
-        """The samples at `index` (integer positions or a boolean mask)."""
+    def take(self, index: npt.NDArray[Any] | slice) -> Measures:
+        """The samples at `index` (integer positions, a boolean mask or a slice)."""
         return Measures(*(getattr(self, f.name)[index] for f in fields(Measures)))
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a round's window takes besides what it holds: samples as long as they fit, the first `must` in any case.
+
+    It closes before the first sample that does not fit, so that its limits are never exceeded but by `must`.
+    """
+
+    samples: int
+    tokens: int
+    num_bytes: int
+    must: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is taken, whatever comes."""
+        return self.must <= 0 and min(self.samples, self.tokens, self.num_bytes) <= 0
+
+    def takes(self, length: int, num_bytes: int) -> bool:
+        """Whether a sample of so many tokens and bytes is taken."""
+        return self.must > 0 or not (self.is_full or length > self.tokens or num_bytes > self.num_bytes)
+
+    def less(self, length: int, num_bytes: int) -> Room:
+        """What is left once it was."""
+        return Room(self.samples - 1, self.tokens - length, self.num_bytes - num_bytes, self.must - 1)
+
+    def num_taken(self, lengths: I64, num_bytes: I64) -> int:
+        """How many of the samples that come, in their order; arrays of shape (n,)."""
+        fits = (np.cumsum(lengths) <= self.tokens) & (np.cumsum(num_bytes) <= self.num_bytes)
+        number = 0 if self.is_full else min(self.samples, int(fits.sum()))
+        return min(len(fits), max(self.must, number))
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,18 +49,34 @@ def load(path: str | Path) -> I64:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"no file {path}")
-    if path.suffix == ".npy":
-        values = np.load(path, allow_pickle=False)
-    elif path.suffix == ".jsonl":
-        values = np.array([_length(line, k, path) for k, line in enumerate(path.read_text().splitlines(), 1) if line])
-    else:
+    if path.suffix not in (".npy", ".jsonl"):
         raise ConfigError(f"lengths must be in a .npy or .jsonl file, got {path}")
-    if values.ndim != 1 or not len(values) or values.dtype.kind not in "iu" or values.min() < 1:
-        raise ConfigError(
-            f"{path} must hold a one-dimensional array of integers >= 1, got {values.dtype}{values.shape}"
-        )
+    try:
+        values = _array(path) if path.suffix == ".npy" else _lines(path)
+    except (OSError, UnicodeDecodeError, OverflowError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from None
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ConfigError(f"{path} must hold a one-dimensional array of integers, got {values.dtype}{values.shape}")
+    if not len(values):
+        raise ConfigError(f"{path} holds no lengths")
+    if values.min() < 1:
+        worst = int(values.argmin())
+        raise ConfigError(f"lengths must be at least 1; sample {worst} of {path} has {values[worst]}")
     lengths: I64 = values.astype(np.int64)
     return lengths
+
+
+def _array(path: Path) -> npt.NDArray[Any]:
+    try:
+        values: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+    except ValueError:  # numpy's text is about pickles
+        raise ConfigError(f"{path} is no .npy file of integers") from None
+    return values
+
+
+def _lines(path: Path) -> I64:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return np.array([_length(line, number, path) for number, line in enumerate(lines, 1) if line.strip()], np.int64)
 
 
 def _length(line: str, number: int, path: Path) -> int:

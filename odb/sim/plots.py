@@ -16,7 +16,7 @@ def save(trace: Trace, token_budget: int, folder: str | Path) -> list[Path]:
     """Draws step costs over time, the histogram of fills, and who waits for whom, into PNG files of `folder`.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or there can't be such a folder.
     """
     try:
         import matplotlib
@@ -26,7 +26,10 @@ def save(trace: Trace, token_budget: int, folder: str | Path) -> list[Path]:
     from matplotlib import pyplot
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"plots can't be written to {folder}: {error}") from None
     names = []
     for name, draw in (("step-cost", _step_cost), ("fill", _fill), ("waits", _waits)):
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")

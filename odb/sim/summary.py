@@ -68,13 +68,19 @@ def summarise(config: PlanConfig, trace: Trace) -> dict[str, Any]:
         "samples_per_step": _share(int(trace.samples.sum()), num_steps),
         "max_held_tokens": trace.max_held_tokens,
         "max_waiting_keys": trace.max_waiting_keys,
-        "memory_bound_tokens": 3 * config.max_held_tokens + _READY_BATCHES * config.token_budget,
+        "memory_bound_tokens": _memory_bound(config, trace),
         "rounds": trace.rounds,
         "max_age_rounds": trace.max_age,
         "length_autocorrelation": _autocorrelation(trace),
         "displacement": _displacement(trace),
         "seconds": trace.seconds,
     }
+
+
+def _memory_bound(config: PlanConfig, trace: Trace) -> int:
+    """A window, what is read ahead and what is emitted, by whichever limit closes windows; and finished batches."""
+    held = max(trace.longest, min(config.max_held_tokens, config.window * trace.longest))
+    return 3 * held + _READY_BATCHES * max(trace.longest, config.token_budget)
 
 
 def _share(part: float, whole: float) -> float:

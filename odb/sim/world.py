@@ -14,7 +14,7 @@ from odb.errors import ConfigError
 from odb.plan import grants, packed
 from odb.plan import round as protocol
 from odb.plan.cost import group_cost, padded_length
-from odb.plan.types import I64, Agreement, Measures, Plan, PlanConfig, RoundState
+from odb.plan.types import I64, Agreement, Measures, Plan, PlanConfig, Room, RoundState
 
 #: A round without a step is legal; this many in a row would mean that the protocol stands still.
 _MOST_EMPTY_ROUNDS = 1000
@@ -36,6 +36,7 @@ class Trace:
         max_waiting_keys: the most keys that a rank was granted and had not used yet.
         seconds: that the simulation took.
         max_age: the most rounds that a sample was carried.
+        longest: tokens of the longest sample.
         max_displacement: the furthest that a sample can have moved in the order, see `_Log.reach`; -1: shares are fixed.
     """
 
@@ -50,6 +51,7 @@ class Trace:
     max_waiting_keys: int
     seconds: float
     max_age: int
+    longest: int
     max_displacement: int
 
 
@@ -64,15 +66,12 @@ class _Rank:
         if len(block):
             self.keys = np.concatenate([self.keys, np.arange(block.start, block.stop)])
 
-    def draw(self, lengths: I64, target: tuple[int, int, int]) -> Measures:
-        """Samples until a limit is reached; the one that reaches it is the last."""
-        if min(target) <= 0:
-            return _measures(self.keys[:0], lengths)
-        ahead = self.keys[: target[0]]
-        total = np.cumsum(lengths[ahead])
-        num = min(len(ahead), int(np.searchsorted(total, target[1])) + 1)
-        taken, self.keys = self.keys[:num], self.keys[num:]
-        return _measures(taken, lengths)
+    def draw(self, lengths: I64, room: Room) -> Measures:
+        """Samples as long as they fit."""
+        ahead = _measures(self.keys[: max(room.samples, room.must, 0)], lengths)
+        num = room.num_taken(ahead.length, ahead.num_bytes)
+        self.keys = self.keys[num:]
+        return ahead.take(slice(0, num))
 
 
 def _measures(keys: I64, lengths: I64) -> Measures:
@@ -140,6 +139,7 @@ class _Log:
     def __init__(self, config: PlanConfig, lengths: I64, is_elastic: bool) -> None:
         self._config = config
         self._is_elastic = is_elastic
+        self._longest = int(lengths.max(initial=0))
         self._step_of = np.full(len(lengths), -1, np.int64)
         self._parts: list[I64] = []
         self._rows: list[I64] = []
@@ -208,5 +208,6 @@ class _Log:
             self._max_waiting,
             seconds,
             self._max_age,
+            self._longest,
             self.reach(),
         )

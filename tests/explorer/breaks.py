@@ -20,7 +20,7 @@ from odb.errors import PeerFailedError
 from odb.feed.engine import EpochJob
 from odb.plan import align, group
 from odb.plan import round as rounds
-from odb.plan.types import Measures, PlanConfig, Status, Verdict
+from odb.plan.types import Measures, PlanConfig, Room, Status, Verdict
 
 _NONE = np.empty(0, np.int64)
 
@@ -232,8 +232,8 @@ BREAKS = {
     "accumulation windows cross rounds": Break(
         align, "_whole_windows", lambda o: lambda config, steps: steps, options=_A2, token_budget=3
     ),
-    "the window has no end": Break(rounds, "fill_target", _after(lambda t, *_: tuple(9 if n > 0 else n for n in t))),
-    "nothing is drawn any more": Break(rounds, "fill_target", _all((0, 0, 0))),
+    "the window has no end": Break(rounds, "fill_target", _after(lambda room, *_: replace(room, samples=9))),
+    "nothing is drawn any more": Break(rounds, "fill_target", _all(Room(0, 0, 0))),
     "the budget is exceeded by a row": Break(group, "most_rows", _after(lambda rows, *_: rows + 1)),
     "the epoch ends with the first dry rank": Break(align, "_all_leaves", _any_dry_ends),
     "the epoch never ends": Break(align, "_target", _after(lambda r, *_: (r[0], False, r[2]))),

@@ -15,7 +15,7 @@ from predicates import gives_nothing_up, rank_is_idle_only_with_nothing, rank_ke
 
 from odb.plan import grants
 from odb.plan import round as rounds
-from odb.plan.types import I64, Agreement, Measures, Outcome, Plan, PlanConfig, RoundState
+from odb.plan.types import I64, Agreement, Measures, Outcome, Plan, PlanConfig, Room, RoundState
 
 _MAX_ROUNDS = 200
 
@@ -29,14 +29,12 @@ class Rank:
     emitted: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
 
-    def draw(self, lengths: I64, target: tuple[int, int, int]) -> Measures:
-        """Until a limit is reached or the grants are used up."""
-        need, taken = list(target), []
-        while self.keys and min(need) > 0:
+    def draw(self, lengths: I64, room: Room) -> Measures:
+        """Until a sample does not fit or the grants are used up."""
+        taken: list[int] = []
+        while self.keys and room.takes(size := int(lengths[self.keys[0]]), 8 * size):
             taken.append(self.keys.pop(0))
-            need[0] -= 1
-            need[1] -= int(lengths[taken[-1]])
-            need[2] -= 8 * int(lengths[taken[-1]])
+            room = room.less(size, 8 * size)
         ids = np.array(taken, np.int64)
         length = lengths[ids]
         return Measures(ids, length, length, length * 0, length * 8)

@@ -9,7 +9,7 @@ import numpy as np
 from predicates import gives_nothing_up, require
 
 from odb.plan import round as rounds
-from odb.plan.types import I64, Measures, Outcome, PlanConfig, RoundState
+from odb.plan.types import I64, Measures, Outcome, PlanConfig, Room, RoundState
 
 MAX_ROUNDS = 5000
 
@@ -25,13 +25,10 @@ class Shard:
     def is_dry(self) -> bool:
         return self.position == len(self.lengths)
 
-    def draw(self, target: tuple[int, int, int]) -> Measures:
-        """Until a limit is reached."""
-        if min(target) <= 0:
-            return Measures.empty()
-        ahead = self.lengths[self.position : self.position + target[0]]
-        # The sample that reaches the limit is the last one.
-        num = min(len(ahead), int(np.searchsorted(np.cumsum(ahead), target[1])) + 1)
+    def draw(self, room: Room) -> Measures:
+        """Until a sample does not fit."""
+        ahead = self.lengths[self.position : self.position + max(room.samples, room.must, 0)]
+        num = room.num_taken(ahead, 8 * ahead)
         ids = np.arange(self.position, self.position + num)
         self.position += num
         length = self.lengths[ids]

@@ -25,12 +25,14 @@ def gives_nothing_up(config: PlanConfig) -> bool:
     return config.join and config.tail != "drop" and not config.drop_last
 
 
-def may_draw(config: PlanConfig, carried: Sequence[int], target: tuple[int, int, int]) -> None:
+def may_draw(config: PlanConfig, carried: Sequence[int], held: Sequence[int]) -> None:
     """The window: a rank draws beyond its limits only where what it carries can't make a step."""
-    if min(target) <= 0 or len(carried) < config.grad_accum_steps or config.drop_last:
+    if len(held) == len(carried) or config.drop_last:
         return
-    require(len(carried) + target[0] <= config.window, "window: samples", carried, target)
-    require(sum(carried) + target[1] <= config.max_held_tokens, "window: tokens", carried, target)
+    if len(carried) < config.grad_accum_steps and len(held) <= max(config.grad_accum_steps, 2 * len(carried), 1):
+        return
+    require(len(held) <= config.window, "window: samples", carried, held)
+    require(sum(held) <= config.max_held_tokens, "window: tokens", carried, held)
 
 
 def rank_keeps_its_samples(config: PlanConfig, plan: Plan, outcome: Outcome) -> None:

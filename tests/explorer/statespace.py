@@ -35,7 +35,7 @@ from predicates import Broken, require
 
 from odb.errors import DisagreementError, PeerFailedError
 from odb.plan import round as rounds
-from odb.plan.types import Agreement, Measures, Outcome, Plan, PlanConfig, Proposal, RoundState, Status
+from odb.plan.types import Agreement, Measures, Outcome, Plan, PlanConfig, Proposal, Room, RoundState, Status
 
 CONFIG_DIGEST = 7
 EARLIER_DIGEST = 12345  # of the agreement before: any number, the same on all ranks
@@ -149,21 +149,29 @@ class Explorer:
         if between not in self._draws:
             state, dry = self._between[between]
             target = rounds.fill_target(self.config, state)
-            predicates.may_draw(self.config, state.window.length.tolist(), target)
             options = [([], True)] if dry else self._arrivals(state.observed_samples, target)
+            carried = state.window.length.tolist()
+            for new, _ in options:
+                predicates.may_draw(self.config, carried, carried + new)
             self._draws[between] = tuple(sorted({self._node(state, new, is_dry) for new, is_dry in options}))
         return self._draws[between]
 
-    def _arrivals(self, drawn: int, target: tuple[int, int, int]) -> list[tuple[list[int], bool]]:
-        """All that a source may give until a limit is reached, each with whether it says that it is dry."""
+    def _arrivals(self, drawn: int, room: Room) -> list[tuple[list[int], bool]]:
+        """All that a source may give until a sample does not fit, each with whether it says that it is dry.
+
+        Which one that was is chosen in the next round, a shorter one or none at all included: more than can happen.
+        """
         endless = self.config.sample_quota is not None
-        if min(target) <= 0:
+        if room.is_full:
             return [([], False)] if endless else [([], False), ([], True)]
         out: list[tuple[list[int], bool]] = [] if endless else [([], True)]
         if endless or drawn < self.bounds.most_samples:
+            waits = [n for n in self.bounds.lengths if not room.takes(n, 8 * n)]
+            out += [([], False)] if waits else []
             for length in self.bounds.lengths:
-                left = (target[0] - 1, target[1] - length, target[2] - 8 * length)
-                out += [([length, *new], is_dry) for new, is_dry in self._arrivals(drawn + 1, left)]
+                if length not in waits:
+                    left = room.less(length, 8 * length)
+                    out += [([length, *new], is_dry) for new, is_dry in self._arrivals(drawn + 1, left)]
         return out
 
     def _node(self, state: RoundState, new: list[int], dry: bool) -> int:

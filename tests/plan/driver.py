@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from odb.plan import round as rounds
-from odb.plan.types import Agreement, Measures, Plan, PlanConfig, RoundState, StepPlan
+from odb.plan.types import Agreement, Measures, Plan, PlanConfig, Room, RoundState, StepPlan
 
 
 def make_config(token_budget: int, **options: Any) -> PlanConfig:
@@ -63,17 +63,17 @@ class Source:
     def __post_init__(self) -> None:
         self.exhausted = self.lookahead and not len(self.samples)
 
-    def draw(self, target: tuple[int, int, int]) -> Measures:
-        """Samples until one of the three limits is reached or nothing is left."""
-        samples, tokens, size = target
+    def draw(self, room: Room) -> Measures:
+        """Samples until one does not fit or nothing is left."""
         start = self.position
-        while min(samples, tokens, size) > 0:
+        while not room.is_full:
             if self.position == len(self.samples):
                 self.exhausted = True
                 break
-            samples -= 1
-            tokens -= int(self.samples.length[self.position])
-            size -= int(self.samples.num_bytes[self.position])
+            length, size = int(self.samples.length[self.position]), int(self.samples.num_bytes[self.position])
+            if not room.takes(length, size):
+                break
+            room = room.less(length, size)
             self.position += 1
         if self.lookahead and self.position == len(self.samples):
             self.exhausted = True

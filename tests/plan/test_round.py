@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from driver import Source, drive_epoch, make_config, make_measures
+from hypothesis import given
+from hypothesis import strategies as st
 
 from odb.plan import round as rounds
-from odb.plan.types import Measures, Outcome, PlanConfig, RoundState, Status, Verdict
+from odb.plan.types import Measures, Outcome, PlanConfig, Room, RoundState, Status, Verdict
 
 
 def state_with(lengths: list[int], rnd: int = 0) -> RoundState:
@@ -18,24 +20,73 @@ def state_with(lengths: list[int], rnd: int = 0) -> RoundState:
 
 def test_the_token_target_starts_small_and_doubles() -> None:
     config = make_config(100, grad_accum_steps=3, max_held_tokens=4000)
-    targets = [rounds.fill_target(config, state_with([], rnd))[1] for rnd in range(5)]
+    targets = [rounds.fill_target(config, state_with([], rnd)).tokens for rnd in range(5)]
     assert targets == [600, 1200, 2400, 4000, 4000]
-    assert rounds.fill_target(config, state_with([], 10**6))[1] == 4000
+    assert rounds.fill_target(config, state_with([], 10**6)).tokens == 4000
 
 
 def test_what_is_carried_counts() -> None:
     config = make_config(100, window=10, max_held_tokens=150, max_held_bytes=900)
-    assert rounds.fill_target(config, state_with([10, 20])) == (8, 120, 660)
-    assert rounds.fill_target(config, state_with([100, 60])) == (0, 0, 0)
-    assert rounds.fill_target(config, state_with([1] * 10)) == (0, 0, 0)
+    assert rounds.fill_target(config, state_with([10, 20])) == Room(8, 120, 660)
+    assert rounds.fill_target(config, state_with([100, 60])).is_full
+    assert rounds.fill_target(config, state_with([1] * 10)).is_full
 
 
 def test_limits_give_way_where_no_step_could_be_made() -> None:
     config = make_config(100, window=4, drop_last=True)
-    assert min(rounds.fill_target(config, state_with([1] * 4))) > 0
+    assert (
+        rounds.fill_target(config, state_with([1] * 4)).must == 4
+        and rounds.fill_target(config, state_with([1])).must == 1
+    )
     config = make_config(100, window=1, grad_accum_steps=2)
-    assert min(rounds.fill_target(config, state_with([1]))) > 0
-    assert rounds.fill_target(config, state_with([1] * 2)) == (0, 0, 0)
+    assert rounds.fill_target(config, state_with([1])).takes(10**6, 10**9)
+    assert rounds.fill_target(config, state_with([1] * 2)).is_full
+
+
+def test_a_window_closes_before_the_sample_that_does_not_fit() -> None:
+    room = Room(3, 100, 1000)
+    assert room.takes(100, 1000) and not room.takes(101, 1) and not room.takes(1, 1001)
+    assert room.less(60, 8) == Room(2, 40, 992, -1) and room.less(100, 8).is_full
+    one = np.ones(6, np.int64)
+    assert room.num_taken(60 * one, one) == 1 and room.num_taken(one, 400 * one) == 2 and room.num_taken(one, one) == 3
+    assert room.num_taken(np.array([101, 1]), one[:2]) == 0
+    assert replace(room, must=2).num_taken(200 * one, one) == 2 and Room(-1, -5, 0, 4).num_taken(one[:3], one[:3]) == 3
+
+
+@given(
+    st.lists(st.integers(1, 12), max_size=9),
+    st.integers(0, 5),
+    st.integers(0, 20),
+    st.integers(0, 60),
+    st.integers(0, 3),
+)
+def test_one_by_one_and_all_at_once_draw_the_same(
+    lengths: list[int], num: int, tokens: int, size: int, must: int
+) -> None:
+    room = left = Room(num, tokens, size, must)
+    taken = 0
+    for length in lengths:
+        if not left.takes(length, 8 * length):
+            break
+        taken, left = taken + 1, left.less(length, 8 * length)
+    array = np.array(lengths, np.int64)
+    assert room.num_taken(array, 8 * array) == taken
+
+
+def test_held_tokens_never_exceed_the_limit() -> None:
+    """However long samples are, unless one alone is longer: that one is alone in its window."""
+    lengths = np.random.default_rng(1).integers(1, 300, 4000)
+    for options in ({}, {"policy": "published"}, {"layout": "packed"}, {"drop_last": True}, {"grad_accum_steps": 2}):
+        shards = [make_measures(lengths[r::3], range(r, 4000, 3)) for r in range(3)]
+        epoch = drive_epoch(make_config(300, max_held_tokens=1500, **options), shards)
+        held = [p.proposal.report.held_tokens for plans in epoch.plans for p in plans]
+        assert 1400 < max(held) <= 1500, options
+        assert len(epoch.emitted()) + len(epoch.all_dropped()) + sum(map(len, epoch.undrawn)) == 4000
+    long = make_measures([50] * 9 + [700] + [50] * 9)
+    epoch = drive_epoch(make_config(100, max_held_tokens=400), [long])
+    windows = [plans[0].proposal.window.length.tolist() for plans in epoch.plans]
+    assert [w for w in windows if sum(w) > 400] == [[700]]
+    assert len(epoch.emitted()) == 19
 
 
 def test_a_window_smaller_than_a_group_still_makes_complete_groups() -> None:

@@ -49,7 +49,11 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--distribution", "llava", "--samples", "4000", "--ranks", "4")
     small = simulate(capsys, *base, "--window", "64")
     held = simulate(capsys, *base, "--max-held-tokens", "100000")
-    assert small["max_held_tokens"] < held["max_held_tokens"] < 110_000
+    assert small["max_held_tokens"] < held["max_held_tokens"] <= 100_000
+    assert (
+        small["memory_bound_tokens"] <= 3 * 64 * 8192 + 5 * 16384 and held["memory_bound_tokens"] == 300_000 + 5 * 16384
+    )
+    assert simulate(capsys, *base, "--policy", "published")["sharding"] == "static"
     static = simulate(capsys, *base, "--sharding", "static", "--policy", "published", "--grad-accum-steps", "2")
     assert (static["sharding"], static["policy"]) == ("static", "published")
     assert static["optimizer_steps"] == -(-static["steps"] // 2)
@@ -84,6 +88,9 @@ def test_plots_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     simulate(capsys, "--distribution", "llava", "--samples", "500", "--ranks", "2", "--plots", str(tmp_path))
     assert sorted(p.name for p in tmp_path.glob("*.png")) == ["fill.png", "step-cost.png", "waits.png"]
+    (tmp_path / "file").write_text("")
+    assert main(["simulate", "--distribution", "llava", "--samples", "9", "--plots", str(tmp_path / "file" / "a")]) == 2
+    assert "can't be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -92,12 +99,70 @@ def test_plots_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--lengths", "nowhere.npy"], "no file"),
         (["--distribution", "llava", "--ranks", "0"], "--ranks"),
         (["--distribution", "llava", "--budget", "0"], "token_budget"),
+        (["--distribution", "llava", "--samples", "0"], "--samples"),
+        (["--distribution", "llava", "--window", "0"], "window"),
+        (["--distribution", "llava", "--max-held-tokens", "-1"], "max_held_tokens"),
+        (["--distribution", "llava", "--layout", "loose"], "layout"),
+        (["--distribution", "llava", "--policy", "published", "--sharding", "elastic"], "static shares alone"),
         (["--distribution", "llava", "--step-times", "nowhere"], "rows, padded_len and seconds"),
     ],
 )
 def test_what_is_wrong_is_said(args: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *args]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([], "no lengths"),
+        ([5, 0, 3], "sample 1"),
+        ([5, -2], "sample 1"),
+        ([1.5, 2.0], "float64"),
+        ([[1, 2]], "one-dimensional"),
+        (7, "one-dimensional"),
+        ([True], "bool"),
+        ([{"length": 3}], "no .npy file of integers"),
+    ],
+)
+def test_what_is_no_array_of_lengths(
+    values: Any, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lengths.npy"
+    np.save(path, np.array(values, np.int64 if values == [] else None))
+    assert main(["simulate", "--lengths", str(path), "--json"]) == 2
+    said = capsys.readouterr()
+    assert text in said.err and not said.out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("lengths.npy", b"no array", "no .npy file"),
+        ("lengths.jsonl", b"", "no lengths"),
+        ("lengths.jsonl", b"\xff\xfe", "can't be read"),
+        ("lengths.jsonl", b"3\n0\n", "sample 1"),
+        ("lengths.jsonl", b"1" * 40, "can't be read"),
+        ("lengths.txt", b"3", ".npy or .jsonl"),
+    ],
+)
+def test_what_is_no_file_of_lengths(
+    name: str, content: bytes, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert main(["simulate", "--lengths", str(path)]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_few_samples_and_long_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text("77\n\n")  # an empty line is none
+    one = simulate(capsys, "--lengths", str(path), "--ranks", "8")
+    assert (one["samples"], one["steps"], one["idle_share"]) == (1, 1, 7 / 8)
+    path.write_text("50000\n20\n99999\n30\n")
+    long = simulate(capsys, "--lengths", str(path), "--ranks", "2", "--max-held-tokens", "1000")
+    assert long["samples"] == 4 and long["max_held_tokens"] == 99_999
 
 
 @pytest.mark.parametrize("line", ['{"tokens": 3}', "x", "1.5", "true"])
