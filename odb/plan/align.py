@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,9 +40,13 @@ _ALIKE = 5
 #: Of the groups that every rank can fill, half leave: those that fit the round's common costs best. What stays makes the
 #: next window denser where samples are rare. While windows still grow and are poor, a quarter leaves; and where the
 #: shared order runs out, next to nothing until all of it is seen: then what is left is planned at once.
-_PART = 2
-_PART_EARLY = 4
-_PART_LATE = 64
+_PART = 1 / 2
+_PART_EARLY = 1 / 4
+_PART_LATE = 1 / 64
+#: Few ranks wait little for one another, so they must not wait for samples either: windows that grow while half of them
+#: leaves need workers three times as fast as the steps, with a quarter five times. More than half would let long samples
+#: go first. Late on, a quarter costs hardly a step.
+_FEW_RANKS = {"early": (4, _PART), "late": (8, 1 / 4)}
 
 #: Optimizer steps that a rank must be able to fill for anything to leave while the last keys are granted.
 _FEW = 4
@@ -87,8 +92,8 @@ class _Windows:
 
 
 def token_target(config: PlanConfig, round_: int) -> int:
-    """Tokens that a window may hold in a round: two groups for each micro-step at first, doubling with every round."""
-    ramp: int = 2 * config.grad_accum_steps * config.token_budget << min(round_, 40)
+    """Tokens that a window may hold in a round: one budget for each micro-step at first, doubling with every round."""
+    ramp: int = config.grad_accum_steps * config.token_budget << min(round_, 40)
     return min(config.max_held_tokens, ramp)
 
 
@@ -237,8 +242,16 @@ def _odb_steps(config: PlanConfig, table: _Windows) -> tuple[int, bool]:
         return min(most, cap, by_held), False
     # The last group is what happened to be left over. A quarter of what the largest holds leaves in any case.
     full = max(1, least - 1, most // 2)
-    part = _PART_LATE if table.is_late else _PART_EARLY if table.is_early else _PART
-    return min(-(-full // part), cap, by_held), True
+    return min(math.ceil(full * _part(table)), cap, by_held), True
+
+
+def _part(table: _Windows) -> float:
+    """Which part of the groups leaves in this round."""
+    if not (table.is_late or table.is_early):
+        return _PART
+    most, few = _FEW_RANKS["late" if table.is_late else "early"]
+    many = _PART_LATE if table.is_late else _PART_EARLY
+    return few if len(table.held) <= most else many
 
 
 def _common_caps(table: _Windows, num_steps: int) -> I64:

@@ -60,7 +60,7 @@ _EMPTY_REPORT = Report(0, 0, Status.RUNNING, 0, 0, 0, 0, 0, 0, 0, 0)
 def fill_target(config: PlanConfig, state: RoundState) -> Room:
     """How many more samples, tokens and bytes this round's window takes; it closes before a sample that does not fit.
 
-    The limits count what is carried. The token limit starts at two groups for each micro-step of an optimizer step
+    The limits count what is carried. The token limit starts at one budget for each micro-step of an optimizer step
     and doubles with every round up to `max_held_tokens`, so that the first batch comes early. Where what is carried
     can't make a step (fewer samples than micro-steps; no complete group with `drop_last`), the limits give way.
     """

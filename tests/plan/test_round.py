@@ -21,13 +21,13 @@ def state_with(lengths: list[int], rnd: int = 0) -> RoundState:
 def test_the_token_target_starts_small_and_doubles() -> None:
     config = make_config(100, grad_accum_steps=3, max_held_tokens=4000)
     targets = [rounds.fill_target(config, state_with([], rnd)).tokens for rnd in range(5)]
-    assert targets == [600, 1200, 2400, 4000, 4000]
+    assert targets == [300, 600, 1200, 2400, 4000]
     assert rounds.fill_target(config, state_with([], 10**6)).tokens == 4000
 
 
 def test_what_is_carried_counts() -> None:
     config = make_config(100, window=10, max_held_tokens=150, max_held_bytes=900)
-    assert rounds.fill_target(config, state_with([10, 20])) == Room(8, 120, 660)
+    assert rounds.fill_target(config, state_with([10, 20], 1)) == Room(8, 120, 660)
     assert rounds.fill_target(config, state_with([100, 60])).is_full
     assert rounds.fill_target(config, state_with([1] * 10)).is_full
 
