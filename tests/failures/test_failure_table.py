@@ -89,6 +89,10 @@ def test_three_ranks(launcher: Launcher, name: str) -> None:
     check(name, launcher.run(name, 3, "fork", LIMIT_S))
 
 
+def test_a_killed_worker_that_is_no_child_of_the_collate_process(launcher: Launcher) -> None:
+    check("worker killed", launcher.run("worker killed", 2, "forkserver", LIMIT_S))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("world_size", [2, 3])
