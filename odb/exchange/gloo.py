@@ -13,11 +13,13 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -90,9 +92,16 @@ class GlooExchange:
             PeerFailedError, PeerClosedError, PeerLostError: as in a collective.
         """
         poll = poll or _no_poll
-        store = dist.PrefixStore(address.prefix, _open_store(address, poll, min(_CONNECT_LIMIT_S, address.timeout_s)))
+        client, break_off = _open_store(address, poll, min(_CONNECT_LIMIT_S, address.timeout_s))
+        store = dist.PrefixStore(address.prefix, client)
         monitor = Monitor(
-            store, address.rank, address.world_size, address.timeout_s, address.host_rank, address.global_ranks
+            store,
+            address.rank,
+            address.world_size,
+            address.timeout_s,
+            address.host_rank,
+            address.global_ranks,
+            break_off=break_off,
         )
 
         def tick() -> None:
@@ -103,8 +112,10 @@ class GlooExchange:
             _join(store, monitor, address, tick)
             before = descriptors.open_sockets()
             group = _build_group(address, tick)
-        except BaseException:
+        except BaseException as error:
             monitor.stop(_STORE_LIMIT_S)
+            del store, client
+            _forget_frames(error)  # whoever keeps the error would keep the connection
             raise
         return cls(address, monitor, group, descriptors.opened_since(before))
 
@@ -267,11 +278,22 @@ class GlooExchange:
         work, group = self._work, self._group
         self._work = self._group = None
         if work is not None and not work.is_completed():
-            descriptors.shut_down(self._sockets, self._address.own_address)
+            descriptors.shut_down(self._sockets, own_address=self._address.own_address)
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=2))
         if work is not None and not work.is_completed():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # stays until the process ends, rather than hang in it
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Lets go what the frames of an error hold, and of those that came before it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+
+
+_Opened = tuple[Any, Callable[[], object]]
 
 
 def _no_poll() -> None:
@@ -284,7 +306,8 @@ def report_failure(address: GlooAddress, text: str) -> None:
     Never raises; takes at most about 10 s, where the store is gone.
     """
     with suppress(RuntimeError, ExchangeError):
-        store = dist.PrefixStore(address.prefix, _open_store(address, _no_poll, _STORE_LIMIT_S))
+        client, _ = _open_store(address, _no_poll, min(_STORE_LIMIT_S, address.timeout_s))
+        store = dist.PrefixStore(address.prefix, client)
         monitor = Monitor(
             store, address.rank, address.world_size, address.timeout_s, address.host_rank, address.global_ranks
         )
@@ -318,8 +341,12 @@ def _ranges(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
-def _open_store(address: GlooAddress, tick: Callable[[], None], limit_s: float = _CONNECT_LIMIT_S) -> Any:
-    """Our own connection to the store. Tried with a plain socket first: the store's own retries are slow and loud."""
+def _open_store(address: GlooAddress, tick: Callable[[], None], limit_s: float = _CONNECT_LIMIT_S) -> _Opened:
+    """Our own connection to the store. Tried with a plain socket first: the store's own retries are slow and loud.
+
+    Returns:
+        the store, and a function that ends a call which waits for it in another thread, with an error.
+    """
     deadline = time.monotonic() + limit_s
     while True:
         try:
@@ -331,10 +358,12 @@ def _open_store(address: GlooAddress, tick: Callable[[], None], limit_s: float =
         tick()
         time.sleep(0.1)
     limit = timedelta(seconds=limit_s)
+    before = descriptors.open_sockets()
     try:
-        return _patiently(
+        store = _patiently(
             lambda: dist.TCPStore(address.host, address.port, None, False, limit, wait_for_workers=False), limit_s, tick
         )
+        return store, partial(descriptors.shut_down, descriptors.opened_since(before), peer_port=address.port)
     except TimeoutError:
         raise ExchangeError(
             f"connecting to {address.host}:{address.port} hangs: this process was forked while a thread of its parent "
@@ -351,8 +380,12 @@ def _unreachable(address: GlooAddress, why: str) -> PeerLostError:
     )
 
 
-def _patiently(make: Callable[[], Any], limit_s: float, tick: Callable[[], None]) -> Any:
+def _patiently(
+    make: Callable[[], Any], limit_s: float, tick: Callable[[], None], break_off: Callable[[], object] | None = None
+) -> Any:
     """The result of a call that may block for long, made in a thread so that `tick` runs meanwhile and may raise.
+
+    `break_off` ends the call where nobody waits for it any more.
 
     Raises:
         TimeoutError: it took longer than `limit_s`. (The thread, a daemon, stays with it.)
@@ -365,12 +398,19 @@ def _patiently(make: Callable[[], Any], limit_s: float, tick: Callable[[], None]
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, name="odb-exchange-connect", daemon=True).start()
+    thread = threading.Thread(target=work, name="odb-exchange-connect", daemon=True)
+    thread.start()
     deadline = time.monotonic() + limit_s
-    while not wait([future], timeout=SLICE_S).done:
-        tick()
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"still blocked after {limit_s:g} s")
+    try:
+        while not wait([future], timeout=SLICE_S).done:
+            tick()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still blocked after {limit_s:g} s")
+    except BaseException:
+        if break_off is not None:
+            break_off()
+            thread.join(_STORE_LIMIT_S)
+        raise
     return future.result()
 
 
@@ -401,18 +441,21 @@ def _build_group(address: GlooAddress, tick: Callable[[], None]) -> Any:
     Over a connection of its own: one that waits for a peer would keep the monitor from the store, and with it the news.
     """
     limit_s = min(max(address.timeout_s, 30.0), 300.0)
-    own = _open_store(address, tick)
+    client, break_off = _open_store(address, tick)
+    clients = [client]
+    del client
 
     def make() -> Any:
+        # Taken, not shared: the frames of an error keep this function, and what it refers to.
+        keys = dist.PrefixStore("gloo", dist.PrefixStore(address.prefix, clients.pop()))
         if address.interfaces:
             devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in address.interfaces]
         else:
             devices = [dist.ProcessGroupGloo.create_device(hostname=address.own_address)]
-        keys = dist.PrefixStore("gloo", dist.PrefixStore(address.prefix, own))
         return _private.gloo_group(keys, address.rank, address.world_size, devices, timedelta(seconds=limit_s))
 
     try:
-        return _patiently(make, limit_s + 5, tick)
+        return _patiently(make, limit_s + 5, tick, break_off)
     except (RuntimeError, TimeoutError) as error:
         if isinstance(error, ExchangeError):
             raise

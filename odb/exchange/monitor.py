@@ -46,8 +46,16 @@ class Monitor(threading.Thread):
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, timeout_s: float, host_rank: int, global_ranks: Sequence[int]
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        host_rank: int,
+        global_ranks: Sequence[int],
+        break_off: Callable[[], object] | None = None,
     ) -> None:
+        """`break_off` ends a call of the store that hangs."""
         super().__init__(name=f"odb-exchange-{rank}", daemon=True)
         self.call = 0  # collectives entered
         self.busy = 0  # depth of waiting for the consumer
@@ -58,6 +66,7 @@ class Monitor(threading.Thread):
         self.left: dict[int, Event] = {}  # ranks that closed their loader
         self.last_contact = time.monotonic()  # when the store last answered
         self._store = store
+        self._break_off = break_off
         self._rank, self._world_size, self._host_rank = rank, world_size, host_rank
         self._global_ranks = tuple(global_ranks)
         self._timeout_s = timeout_s
@@ -110,6 +119,7 @@ class Monitor(threading.Thread):
         future: Future[Any] = Future()
         self._jobs.put((job, future))
         self._wake.set()
+        limit_s = self._patience(limit_s)
         deadline = time.monotonic() + limit_s
         while (future.done() or self.is_alive()) and time.monotonic() < deadline:
             try:
@@ -135,13 +145,21 @@ class Monitor(threading.Thread):
         return [raw.decode() for raw in self.submit(lambda: self._store.multi_get(keys), limit_s)]
 
     def stop(self, limit_s: float) -> None:
-        """Runs what was submitted, then ends the thread. A store that hangs can keep it, a daemon, beyond the limit."""
+        """Runs what was submitted, then ends the thread; within `limit_s`, and a little more where the store hangs."""
         self._stopping = True
         self._wake.set()
         if self.ident is not None:  # it was started
-            self.join(limit_s)
+            self.join(self._patience(limit_s))
+            if self.is_alive() and self._break_off is not None:
+                self._break_off()
+                self.join(1.0)
         if not self.is_alive():
             del self._store  # its connection ends with it
+
+    def _patience(self, limit_s: float) -> float:
+        """How long to wait for the store: not again for one that has been silent for long."""
+        is_silent = self.ident is not None and time.monotonic() - self.last_contact > PAUSE_S
+        return min(limit_s, 0.5) if is_silent else limit_s
 
     # ---- in the thread ----
 

@@ -260,6 +260,10 @@ def unpicklable_error(spec: NodeSpec, start_method: str, error: Exception) -> Ex
     return error
 
 
+class _Shut(BaseException):
+    """Ends the thread that answers the other ranks. No error, and nothing that they are told."""
+
+
 class InlineBackend:
     """The same node in the training process itself: no worker, no collate process, no channel."""
 
@@ -282,7 +286,7 @@ class InlineBackend:
 
     def _poll(self) -> None:
         if self._is_shut:
-            raise SystemExit  # only ever in the closing thread, which it ends
+            raise _Shut
 
     def _leave(self) -> None:
         """From here on the training loop is at work: peers wait without limit."""
@@ -338,6 +342,8 @@ class InlineBackend:
     def _failing(self) -> Iterator[None]:
         try:
             yield
+        except _Shut:
+            raise
         except BaseException as error:
             self._error = error
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))

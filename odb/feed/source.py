@@ -406,7 +406,8 @@ class Source:
             self._iterator = None  # the last epoch's workers go before the new ones come
             self._post_office.reset()
         self._iterator = iter(self.loader)
-        self.children.install()
+        if self.config.num_workers:
+            self.children.install(self.config.num_workers)
 
     def next_chunk(self) -> Parcel | list[Record] | None:
         """The next records, to be `opened`; None once this epoch's order is used up, or where nobody wants any more."""
@@ -462,6 +463,7 @@ class Source:
     def end(self) -> None:
         """Lets the epoch's iterator go; workers that do not persist end with it."""
         if not (self.config.num_workers and self.config.persistent_workers):
+            self.children.release()
             self._iterator = None
 
     def first_record(self, limit: int = 1000) -> Record | None:

@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import current_process, get_context, resource_tracker
+from multiprocessing import active_children, current_process, get_context, resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -36,7 +36,7 @@ from pickle import PicklingError
 from types import FrameType, MethodType
 from typing import Any
 
-from odb.errors import ConfigError
+from odb.errors import ConfigError, ProcessDied
 from odb.feed.channel import Channel, handing_over
 from odb.feed.handoff import locate_unpicklable
 
@@ -187,24 +187,40 @@ def _interrupts_blocked(context: BaseContext) -> Iterator[None]:
 
 
 class ChildWatch:
-    """Keeps what a SIGCHLD handler raises until it is asked for.
+    """Notices that a `DataLoader` worker has died, and raises it where `check` stands.
 
-    PyTorch's handler raises in the main thread when a worker has died, wherever that thread happens to be: in the middle
-    of a collective, or of telling others what went wrong. Here it is raised where `check` stands.
+    PyTorch's SIGCHLD handler raises in the main thread, wherever that thread happens to be: in the middle of a collective,
+    or of telling others what went wrong. What it raises is kept here until it is asked for. Under forkserver no signal
+    comes at all, as the workers are children of the fork server, so that their sentinels are looked at as well.
     """
 
     def __init__(self) -> None:
         self._error: Exception | None = None
         self._handler: Any = None
+        self._workers: list[BaseProcess] = []  # held, so that no other file gets the number of a sentinel
+        self._sentinels: select.poll | None = None
 
-    def install(self) -> None:
-        """Wraps the handler that is set now. On the main thread, once PyTorch has set its own; again does nothing."""
+    def install(self, num_workers: int) -> None:
+        """Wraps the handler that is set now, and takes note of the workers. On the main thread, once they are started."""
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
             return
         handler = signal.getsignal(signal.SIGCHLD)
         if callable(handler) and handler != self._handle:
             self._handler = handler
             signal.signal(signal.SIGCHLD, self._handle)
+        self._workers = [process for process in active_children() if process not in _started_in]
+        if len(self._workers) < num_workers:
+            missing = num_workers - len(self._workers)
+            self._error = self._error or ProcessDied(
+                f"{missing} of {num_workers} DataLoader workers died at their start"
+            )
+        self._sentinels = select.poll()
+        for process in self._workers:
+            self._sentinels.register(process.sentinel, select.POLLIN)
+
+    def release(self) -> None:
+        """The workers are about to be ended on purpose."""
+        self._workers, self._sentinels = [], None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         try:
@@ -213,10 +229,28 @@ class ChildWatch:
             self._error = self._error or error
 
     def check(self) -> None:
-        """Raises what the handler raised, once."""
+        """Raises what the handler raised, once, or which worker died. Costs about a microsecond."""
         error, self._error = self._error, None
         if error is not None:
             raise error
+        if self._sentinels is not None and self._sentinels.poll(0):
+            self._look_who_ended()
+
+    def _look_who_ended(self) -> None:
+        for process in self._workers:
+            if process.exitcode:
+                raise _worker_died(process)
+        ended = [process for process in self._workers if process.exitcode == 0]  # its share of a stream is used up
+        for process in ended:
+            assert self._sentinels is not None
+            self._sentinels.unregister(process.sentinel)
+            self._workers.remove(process)
+
+
+def _worker_died(process: BaseProcess) -> ProcessDied:
+    code = process.exitcode or 0
+    how = f"died ({signal.strsignal(-code)})" if code < 0 else "exited unexpectedly"
+    return ProcessDied(f"DataLoader worker (pid {process.pid}) {how}: {describe_exit(process)}")
 
 
 def is_stopped(pid: int) -> bool:

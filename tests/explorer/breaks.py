@@ -20,7 +20,7 @@ from odb.errors import PeerFailedError
 from odb.feed.engine import EpochJob
 from odb.plan import align, group
 from odb.plan import round as rounds
-from odb.plan.types import Measures, PlanConfig, Room, Status, Verdict
+from odb.plan.types import Measures, PlanConfig, ReportTable, Room, Status, Verdict
 
 _NONE = np.empty(0, np.int64)
 
@@ -81,7 +81,8 @@ def _own_draws(config: PlanConfig, window: Measures, groups: Any, agreement: Any
 
 def _say(status: Status, instead: Status) -> Callable[[Any], Callable[..., Any]]:
     def change(config: PlanConfig, reports: Any) -> tuple[Any, ...]:
-        return config, tuple(replace(r, status=instead) if r.status == status else r for r in reports)
+        table = reports if isinstance(reports, ReportTable) else ReportTable.of(reports)
+        return config, replace(table, status=np.where(table.status == status, instead, table.status))
 
     return _before(change)
 

@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from elastic import drive, worlds
+from memo import each_input_once
 from predicates import Broken
 from statespace import small_config
 from tally import count
@@ -50,7 +51,8 @@ def test_guarantees_hold_in_every_world_of_three_ranks() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", ELASTIC)
 def test_worlds_of_seven_samples(name: str, world_size: int, window: int, token_budget: int) -> None:
-    explore(name, world_size, 7, token_budget, window)
+    with each_input_once():
+        explore(name, world_size, 7, token_budget, window)
 
 
 @pytest.mark.soak

@@ -27,13 +27,14 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import odb
 from odb.exchange import _private, rendezvous
-from odb.feed.channel import BLOCK_BYTES
+from odb.feed import channel
 from odb.testing import collate, make_sample
 
 TIMEOUT_S = 2.0
 NUM_SAMPLES = 600
-#: Tokens of a batch that does not fit into the memory which processes share from their start.
-LARGE = BLOCK_BYTES // 24 + 1000
+#: Bytes of the memory which processes share from their start, see `small_blocks`, and tokens of a batch beyond it.
+SMALL_BLOCK = 1 << 20
+LARGE = SMALL_BLOCK // 24 + 1000
 LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)
 LEFT_S = 5.0  # how long what a loader started may take to go after its error
 #: One sample a step, short rounds, a small window: everything happens while there is more to come.
@@ -238,6 +239,11 @@ def full_shared_memory(folder: str) -> None:
     fill_shared_memory(folder=folder)
 
 
+def small_blocks(folder: str) -> None:
+    """Batches that do not fit, and are handed over by a descriptor of their own, need not be huge."""
+    channel.BLOCK_BYTES = SMALL_BLOCK
+
+
 def lose_the_store(folder: str) -> None:
     """Where this rank looks for the ranks' meeting point, nobody listens: a firewall, a wrong interface."""
     import odb.loader
@@ -419,6 +425,7 @@ FAILURES: dict[str, Failure] = {
         Sees(("ChannelClosed",), ("ulimit -n",)),
         Sees(("PeerFailedError",), ("rank {c}", "ulimit -n")),
         at_step=leave_no_descriptors,
+        before=small_blocks,
         length=LARGE,
         options={"token_budget": LARGE},
         inline=False,
@@ -433,6 +440,7 @@ FAILURES: dict[str, Failure] = {
         Sees(("OSError",), ("File too large",)),
         Sees(("PeerFailedError",), ("rank {c}", "File too large")),
         collate="memory",
+        before=small_blocks,
         length=LARGE,
         options={"token_budget": LARGE},
         inline=False,

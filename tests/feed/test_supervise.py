@@ -12,15 +12,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripts import alive_in_session, await_empty_session, run_script, running_script
 
-from odb.errors import ConfigError
+import odb
+from odb.errors import ConfigError, ProcessDied
 from odb.feed import supervise
-from odb.feed.supervise import at_exit, can_use_signal, describe_exit, guard_against_orphaning, start, stop
+from odb.feed.supervise import ChildWatch, at_exit, can_use_signal, describe_exit, guard_against_orphaning, start, stop
+from odb.testing import LengthsDataset
 
 TRAINING = Path(__file__).with_name("training.py")
 METHODS = ["fork", "spawn", "forkserver"]
@@ -163,6 +166,72 @@ def test_exits_are_described(target: Any, args: tuple[Any, ...], text: str) -> N
 class Options:
     def __init__(self, fn: Any) -> None:
         self.fn = fn
+
+
+def watched(method: str, target: Any, args: tuple[Any, ...], num_workers: int = 1) -> tuple[ChildWatch, Any]:
+    """A process as `DataLoader` starts its workers, and whoever watches it."""
+    process = multiprocessing.get_context(method).Process(target=target, args=args)
+    process.start()
+    watch = ChildWatch()
+    watch.install(num_workers)
+    return watch, process
+
+
+@pytest.fixture
+def same_handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@each_method
+@pytest.mark.usefixtures("same_handler")
+def test_a_worker_that_dies_is_named_though_no_signal_may_come(method: str) -> None:
+    watch, process = watched(method, time.sleep, (60,))
+    watch.check()
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(ProcessDied, match=rf"worker \(pid {process.pid}\) died \(Killed\): killed by signal SIGKILL"):
+        while process.exitcode is None:
+            watch.check()
+        watch.check()
+
+
+@pytest.mark.usefixtures("same_handler")
+def test_a_worker_that_is_done_is_no_error() -> None:
+    watch, process = watched("fork", time.sleep, (0.2,))
+    while process.exitcode is None:
+        watch.check()
+    for _ in range(3):
+        watch.check()
+
+
+@pytest.mark.usefixtures("same_handler")
+def test_workers_that_are_ended_on_purpose_are_no_error() -> None:
+    watch, process = watched("fork", time.sleep, (60,))
+    watch.release()
+    process.kill()
+    process.join()
+    watch.check()
+
+
+@pytest.mark.usefixtures("same_handler")
+def test_without_workers_the_training_process_keeps_its_own_handler() -> None:
+    def own(number: int, frame: Any) -> None:
+        """As PyTorch's of another loader."""
+
+    signal.signal(signal.SIGCHLD, own)
+    with odb.ODBDataLoader(LengthsDataset([5] * 4), token_budget=10, num_workers=0) as loader:
+        assert len(list(loader)) == 2
+        assert signal.getsignal(signal.SIGCHLD) is own
+
+
+@pytest.mark.usefixtures("same_handler")
+def test_workers_that_died_before_anybody_looked_are_counted() -> None:
+    watch, process = watched("fork", time.sleep, (60,), num_workers=3)
+    with pytest.raises(ProcessDied, match="2 of 3 DataLoader workers died at their start"):
+        watch.check()
+    process.kill()
+    process.join()
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
