@@ -134,6 +134,7 @@ class EpochJob:
     stand_in: Record | None = None  # of a resumed stream
     _last_cheapest: int = -1
     _backlog: list[tuple[Record, bool]] = field(default_factory=list)  # and whether it is too large
+    _plain: Measures | None = None  # of the last chunk that was drawn, if all of it may be planned
     _held: dict[int, Record] = field(default_factory=dict)
 
     def steps(self) -> Iterator[Emission | PeersClosed]:
@@ -352,7 +353,7 @@ class EpochJob:
     def _gather(self, state: RoundState) -> tuple[Measures, bool]:
         """Draws until this round's window is closed; returns what was drawn, and whether the source is dry."""
         room = protocol.fill_target(self.config, state)
-        taken: list[Record] = []
+        taken: list[Measures] = []
         exhausted = False
         while not (room.is_full or self._backlog_waits(room) or self.is_closed()):
             if not self._has_keys() or (not self._backlog and not self._draw()):
@@ -361,9 +362,10 @@ class EpochJob:
             room = self._use_backlog(taken, room)
         # Told a round earlier than by drawing in vain.
         exhausted = exhausted or (self.cursor == self.num_keys if self.waiting is None else not self._has_keys())
-        held = int(state.window.length.sum()) + sum(r.measure.length for r in taken if r.measure)
+        arrivals = Measures.concat(taken)
+        held = int(state.window.length.sum() + arrivals.length.sum())
         self.max_held_tokens = max(self.max_held_tokens, held)
-        return _measures(taken), exhausted
+        return arrivals, exhausted
 
     def _num_undrawn(self, state: RoundState) -> int:
         """Sample views of an epoch that ends by an option before they were drawn; ungranted ones are rank 0's."""
@@ -379,23 +381,30 @@ class EpochJob:
             chunk = self.feed.take(self.poll)
             if chunk is None:
                 return False
-        self._backlog = list(zip(chunk, self._too_large(chunk), strict=True))
+        good = _measures(chunk)
+        large = self._too_large(good)
+        self._plain = good if len(good) == len(chunk) and not large.any() else None
+        by_id = dict(zip(good.ids.tolist(), large.tolist(), strict=True))
+        self._backlog = [(record, by_id.get(record.id, False)) for record in chunk]
         return True
 
-    def _too_large(self, chunk: list[Record]) -> list[bool]:
-        """Whether each sample alone exceeds the budget; not asked where that is allowed."""
+    def _too_large(self, measures: Measures) -> np.ndarray[Any, Any]:
+        """(n,) Whether each sample alone exceeds the budget; not asked where that is allowed."""
         if self.config.on_oversize == "alone":
-            return [False] * len(chunk)
-        good = [record for record in chunk if record.measure is not None]
-        large = dict(zip((r.id for r in good), cost.oversize(self.config, _measures(good)).tolist(), strict=True))
-        return [large.get(record.id, False) for record in chunk]
+            return np.zeros(len(measures), np.bool_)
+        return cost.oversize(self.config, measures)
 
     def _backlog_waits(self, room: Room) -> bool:
         """Whether the next record is one that the window has no room for."""
         return bool(self._backlog) and not room.takes(*self._size(*self._backlog[0]))
 
-    def _use_backlog(self, taken: list[Record], room: Room) -> Room:
+    def _use_backlog(self, taken: list[Measures], room: Room) -> Room:
         """Takes records until one does not fit; returns the room that is left."""
+        plain, self._plain = self._plain, None
+        is_whole = plain is not None and len(plain) == len(self._backlog)
+        if plain is not None and is_whole and room.num_taken(plain.length, plain.num_bytes) == len(plain):
+            return self._use_all(taken, plain, room)
+        ones: list[Record] = []
         used = 0
         for record, is_large in self._backlog:
             if not room.takes(*self._size(record, is_large)):
@@ -403,12 +412,22 @@ class EpochJob:
             used += 1
             for one in self._admitted(record, is_large):
                 assert one.measure is not None
-                taken.append(one)
+                ones.append(one)
                 self._held[one.id] = one
                 room = room.less(one.measure.length, one.measure.num_bytes)
+        taken.append(_measures(ones))
         self._use_keys(used)
         self._backlog = self._backlog[used:]
         return room
+
+    def _use_all(self, taken: list[Measures], plain: Measures, room: Room) -> Room:
+        """The same for a whole chunk that fits, at once."""
+        taken.append(plain)
+        self._held.update((record.id, record) for record, _ in self._backlog)
+        self._num_refused = 0
+        self._use_keys(len(plain))
+        self._backlog = []
+        return room.less(int(plain.length.sum()), int(plain.num_bytes.sum()), len(plain))
 
     def _size(self, record: Record, is_large: bool) -> tuple[int, int]:
         """Tokens and bytes that a record adds to the window at most; none where it is refused."""

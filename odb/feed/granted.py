@@ -49,6 +49,12 @@ class GrantedKeys:
             self._under_way += len(out)
             return None if not out and self._is_complete else out
 
+    @property
+    def num_left(self) -> int:
+        """Positions that are granted and not yet taken."""
+        with self._condition:
+            return sum(map(len, self._blocks))
+
     def came_back(self, num: int) -> None:
         """So many samples have arrived."""
         with self._condition:

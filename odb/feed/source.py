@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,13 @@ class Order:
         return remaining(self.num_samples, self.levels) if self.levels else range(self.num_samples)
 
     @property
+    def num_left(self) -> int | None:
+        """Keys that are read from here on; None: without end."""
+        if not self.passes:
+            return None
+        return len(self.head) + max(0, self.num_keys - self.cursor)
+
+    @property
     def num_keys(self) -> int:
         """Keys of the whole epoch on this rank, those before `cursor` included."""
         return self.passes * self.pass_length
@@ -119,11 +127,15 @@ def permutation(order: Order, number: int) -> np.ndarray[Any, Any]:
 
 
 class IndexSource:
-    """Batch sampler of the inner loader: chunks of (epoch, identity, index). Never blocks, never runs dry early."""
+    """Batch sampler of the inner loader: chunks of (epoch, identity, index). Never blocks, never runs dry early.
 
-    def __init__(self, max_chunk: int, ramp: int) -> None:
+    Chunks go to the workers in turn. They are small at first, so that the first batch comes early, and share out evenly
+    what is left in the end, so that no worker has a whole chunk to make while the others are done.
+    """
+
+    def __init__(self, max_chunk: int, num_workers: int) -> None:
         self.max_chunk = max_chunk
-        self.ramp = ramp  # chunks of one size before the size doubles
+        self.num_workers = max(1, num_workers)
         self.order = Order(epoch=0, keys=())
         self.granted = GrantedKeys()
 
@@ -132,25 +144,32 @@ class IndexSource:
         if order.is_elastic:
             yield from self._granted_chunks(order)
             return
-        chunk: list[tuple[int, int, Any]] = []
-        size, made = min(FIRST_CHUNK, self.max_chunk), 0
-        for key in self._keys(order):
-            chunk.append(key)
-            if len(chunk) == size:
-                yield chunk
-                chunk, made = [], made + 1
-                size = min(self.max_chunk, FIRST_CHUNK << min(made // self.ramp, 16))
-        if chunk:
+        keys, left, made, size = self._keys(order), order.num_left, 0, 0
+        while True:
+            if made % self.num_workers == 0:
+                size = self._size(made, left)
+            chunk = list(islice(keys, size))
+            if not chunk:
+                return
             yield chunk
+            made += 1
+            left = None if left is None else left - len(chunk)
+
+    def _size(self, made: int, left: int | None) -> int:
+        """Of the next chunk, where so many were made and so many keys are known to be left."""
+        grown = FIRST_CHUNK << min(made // (2 * self.num_workers), 16)
+        share = self.max_chunk if left is None else -(-left // self.num_workers)
+        return max(1, min(self.max_chunk, grown, share))
 
     def _granted_chunks(self, order: Order) -> Iterator[list[tuple[int, int, Any]]]:
         """Chunks of what is granted so far; an empty one where nothing is."""
         head = list(_head_keys(order))
         for first in range(0, len(head), self.max_chunk):
             yield head[first : first + self.max_chunk]
-        shared, passes, made = order.shared(), _Passes(order), 0
+        shared, passes, made, size = order.shared(), _Passes(order), 0, 0
         while True:
-            size = min(self.max_chunk, FIRST_CHUNK << min(made // self.ramp, 16))
+            if made % self.num_workers == 0:
+                size = self._size(made, self.granted.num_left)
             positions = self.granted.take(size)
             if positions is None:
                 return
@@ -360,7 +379,7 @@ class Source:
         self.children = ChildWatch()  # ask it in every wait whether a worker has died
         workers = config.num_workers
         chunk = config.chunk
-        self.index_source = IndexSource(chunk, ramp=2 * max(1, workers))
+        self.index_source = IndexSource(chunk, workers)
         self._generator = torch.Generator()
         self._iterator: Iterator[Any] | None = None
         self._number = 0

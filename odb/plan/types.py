@@ -148,9 +148,11 @@ class Room:
         """Whether a sample of so many tokens and bytes is taken."""
         return self.must > 0 or not (self.is_full or length > self.tokens or num_bytes > self.num_bytes)
 
-    def less(self, length: int, num_bytes: int) -> Room:
-        """What is left once it was."""
-        return Room(self.samples - 1, self.tokens - length, self.num_bytes - num_bytes, self.must - 1)
+    def less(self, length: int, num_bytes: int, num_samples: int = 1) -> Room:
+        """What is left once so many tokens and bytes were taken."""
+        return Room(
+            self.samples - num_samples, self.tokens - length, self.num_bytes - num_bytes, self.must - num_samples
+        )
 
     def num_taken(self, lengths: I64, num_bytes: I64) -> int:
         """How many of the samples that come, in their order; arrays of shape (n,)."""
