@@ -19,7 +19,7 @@ class LoaderStats:
         real_tokens: their tokens, without padding.
         padded_tokens: rows x padded length of real batches.
         loss_tokens: their loss-bearing labels.
-        max_held_tokens: the most tokens held observed and not yet assigned to a step.
+        max_held_tokens: the most tokens held observed and not yet assigned to a step, samples read ahead not counted.
         wait_s: seconds that the caller waited for batches.
         first_batch_s: of these, for the first batch of the last epoch begun.
         rejected: reason -> sample views that never entered a plan ("empty", "sample_error", "oversize").

@@ -17,7 +17,8 @@ import os
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -93,6 +94,7 @@ def rendezvous(
         ConfigError: the interface, the addresses or the data-parallel ranks can't be right.
         ExchangeTimeout: ranks did not come; names them.
         PeerFailedError: another rank can't take part.
+        PeerLostError: the default group's store is gone.
     """
     if (dp_rank is None) != (dp_world_size is None):
         raise ConfigError(f"dp_rank={dp_rank} and dp_world_size={dp_world_size}: give both or neither")
@@ -106,7 +108,8 @@ def rendezvous(
     claim = (rank, world_size) if dp_rank is None or dp_world_size is None else (dp_rank, dp_world_size)
     number = next_loader_number() if loader_number is None else loader_number
     default = _private.default_store()
-    _publish(default, f"odb/{number}", rank, claim)
+    with _default_store_answers():
+        _publish(default, f"odb/{number}", rank, claim)
     wait = _Wait(default, f"odb/{number}", number, timeout_s, poll)
     records = wait.for_records(world_size)
     address = resolve(records, rank, number, timeout_s, dict(fingerprint or {}))
@@ -127,7 +130,8 @@ def admit_peers(address: GlooAddress) -> None:
     To be called after `rendezvous(forks=True)`, once the process that connects has been forked.
     """
     if dist.get_rank() == 0:
-        _private.default_store().set(f"odb/{address.loader_number}/open", "1")
+        with _default_store_answers():
+            _private.default_store().set(f"odb/{address.loader_number}/open", "1")
 
 
 def refuse(reason: str, dp_rank: int | None = None, dp_world_size: int | None = None) -> None:
@@ -137,7 +141,8 @@ def refuse(reason: str, dp_rank: int | None = None, dp_world_size: int | None = 
     rank = dist.get_rank()
     own, size = (rank, dist.get_world_size()) if dp_rank is None or dp_world_size is None else (dp_rank, dp_world_size)
     record = Record(own, size, "", (), error=bounded(reason, 2000))
-    _write(_private.default_store(), f"odb/{next_loader_number()}", rank, record)
+    with suppress(dist.DistError):  # where they are gone, there is nobody to tell
+        _write(_private.default_store(), f"odb/{next_loader_number()}", rank, record)
 
 
 def is_initialised() -> bool:
@@ -155,10 +160,15 @@ def exchange_texts(text: str, rank: int, world_size: int, timeout_s: float) -> l
 
     Raises:
         ExchangeTimeout: ranks did not come; names them.
+        PeerLostError: the default group's store is gone.
     """
     if world_size == 1 or not is_initialised():
         return [text]
-    number = next(_texts)
+    with _default_store_answers():
+        return _texts_of_all(text, next(_texts), rank, world_size, timeout_s)
+
+
+def _texts_of_all(text: str, number: int, rank: int, world_size: int, timeout_s: float) -> list[str]:
     store = dist.PrefixStore(f"odb/texts/{number}", _private.default_store())
     store.set(str(rank), text)
     missing, deadline = set(range(world_size)), time.monotonic() + timeout_s
@@ -308,6 +318,15 @@ def _default_store_gone(why: str) -> PeerLostError:
     return PeerLostError(text + "rank 0, which hosts it, is gone", (0,))
 
 
+@contextmanager
+def _default_store_answers() -> Iterator[None]:
+    """Says who is gone where the store's own error says only that a connection broke."""
+    try:
+        yield
+    except dist.DistError as gone:
+        raise _default_store_gone(first_line(gone)) from None
+
+
 class _Wait:
     """Waits on the default store. Asks for one small value until it is there: cheap for the store, quiet in the log."""
 
@@ -328,7 +347,8 @@ class _Wait:
             )
 
         self._until(lambda: self._default.add(f"{self._prefix}/count", 0) >= world_size, late)
-        return [Record.decode(self._default.get(f"{self._prefix}/{rank}")) for rank in range(world_size)]
+        with _default_store_answers():
+            return [Record.decode(self._default.get(f"{self._prefix}/{rank}")) for rank in range(world_size)]
 
     def for_admission(self) -> None:
         """Rank 0's word that peers may connect."""
@@ -354,7 +374,7 @@ class _Wait:
 
     def _until(self, there: Callable[[], bool], late: Callable[[], ExchangeTimeout]) -> None:
         began, pause = time.monotonic(), 0.001
-        try:
+        with _default_store_answers():
             while not there():
                 if time.monotonic() - began > self._timeout_s:
                     raise late()
@@ -362,5 +382,3 @@ class _Wait:
                     self._poll()
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.05)
-        except dist.DistError as gone:
-            raise _default_store_gone(first_line(gone)) from None

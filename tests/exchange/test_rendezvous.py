@@ -14,9 +14,19 @@ import torch
 import torch.distributed as dist
 from worlds import Rank, World, connected, free_port
 
-from odb.errors import ConfigError, ExchangeError, ExchangeTimeout, PeerFailedError
+from odb.errors import ConfigError, ExchangeError, ExchangeTimeout, PeerFailedError, PeerLostError
+from odb.exchange import _private
 from odb.exchange.gloo import GlooAddress, GlooExchange
-from odb.exchange.rendezvous import Record, admit_peers, exchange_members, next_loader_number, rendezvous, resolve
+from odb.exchange.rendezvous import (
+    Record,
+    admit_peers,
+    exchange_members,
+    exchange_texts,
+    next_loader_number,
+    refuse,
+    rendezvous,
+    resolve,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -206,6 +216,34 @@ def test_nobody_to_meet_without_a_default_group() -> None:
         rendezvous(dp_rank=0, dp_world_size=2)
     with pytest.raises(ConfigError, match="both or neither"):
         rendezvous(dp_rank=0)
+
+
+class GoneStore:
+    """What is left of the default store when its host is."""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any) -> Any:
+            raise dist.DistNetworkError("Broken pipe")
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "call", [rendezvous, lambda: exchange_texts("", 1, 2, 5.0)], ids=["rendezvous", "exchange_texts"]
+)
+@pytest.mark.parametrize(("agent", "who"), [("", "rank 0"), ("True", "torchrun")])
+def test_default_store_that_is_gone_names_its_host(
+    call: Callable[[], Any], agent: str, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(_private, "default_store", GoneStore)
+    with pytest.raises(PeerLostError, match=f"Broken pipe.*{who}, which hosts it, is gone") as caught:
+        call()
+    assert caught.value.ranks == (() if agent else (0,))
+    refuse("a reason that nobody can read any more")
 
 
 def test_numbers_of_loaders_count_up() -> None:

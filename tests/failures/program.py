@@ -7,6 +7,7 @@ on its way, so that exit status and last words are those of any program.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import json
@@ -52,11 +53,31 @@ def happened(folder: str, what: str = "") -> None:
 
 
 @dataclass
+class Bad:
+    """Which one something happens to: what holds sample `index`, or whatever comes after `number` others in an epoch."""
+
+    index: int = -1
+    number: int = -1
+    epoch: int = 0
+    now: int = 0
+    so_far: int = 0
+
+    def begin(self, epoch: int) -> None:
+        self.now, self.so_far = epoch, 0
+
+    def is_next(self, indices: list[int]) -> bool:
+        self.so_far += 1
+        if self.number < 0:
+            return self.index in indices
+        return self.now == self.epoch and self.so_far > self.number
+
+
+@dataclass
 class Data(Dataset[Any]):
-    """Samples of equal length; making `bad` does what `deed` says."""
+    """Samples of equal length; making the one that is `bad` does what `deed` says."""
 
     folder: str
-    bad: int = -1
+    bad: Bad
     deed: str = ""
     count: int = NUM_SAMPLES
     length: int = 10
@@ -64,8 +85,11 @@ class Data(Dataset[Any]):
     def __len__(self) -> int:
         return self.count
 
+    def set_epoch(self, epoch: int) -> None:
+        self.bad.begin(epoch)
+
     def __getitem__(self, index: int) -> Any:
-        if index == self.bad:
+        if self.deed and self.bad.is_next([index]):
             happened(self.folder)
             DEEDS[self.deed]()
         return make_sample(index, self.length)
@@ -96,14 +120,14 @@ DEEDS: dict[str, Callable[[], None]] = {
 
 @dataclass
 class BadCollate:
-    """Collates until it meets sample `bad`."""
+    """Collates until it meets what is `bad`."""
 
     folder: str
-    bad: int
+    bad: Bad
     deed: str
 
     def __call__(self, samples: list[Any]) -> Any:
-        if any(sample["id"] == self.bad for sample in samples):
+        if self.bad.is_next([int(sample["id"]) for sample in samples]):
             happened(self.folder)
             COLLATE_DEEDS[self.deed]()
         return collate(samples)
@@ -299,9 +323,14 @@ class Failure:
     is_first: bool = False  # the culprit is rank 0, which hosts the store; else the last rank
     inline: bool = True  # also without workers
     names_culprit: bool = True  # in `ranks` of the peers' error
+    rank: int | None = None  # the culprit, where it is neither the first nor the last
+    number: int | None = None  # step, sample or batch of the culprit in which it happens, counted in its epoch
+    epoch: int = 0  # in which it happens
+    late_s: float = 0.0  # by how much the others come later to their loaders
 
     def rank_of_culprit(self, world_size: int) -> int:
-        return 0 if self.is_first else world_size - 1
+        last = world_size - 1 if self.rank is None else self.rank
+        return 0 if self.is_first else last
 
 
 FINE = Sees(())
@@ -464,13 +493,28 @@ FAILURES: dict[str, Failure] = {
 }
 
 
+def failure_named(name: str) -> Failure:
+    """A row of the table, or one with something else: "dataset raises; rank=0; number=0; layout='packed'"."""
+    row, *changes = name.split("; ")
+    failure = FAILURES[row]
+    for key, value in (change.split("=", 1) for change in changes):
+        if key in ("rank", "number", "epoch", "late_s"):
+            failure = replace(failure, **{key: ast.literal_eval(value)})
+        else:
+            failure = replace(failure, options=failure.options | {key: ast.literal_eval(value)})
+    waits = failure.options.get("timeout_s", TIMEOUT_S) - TIMEOUT_S
+    return replace(failure, limit_s=failure.limit_s + max(0.0, waits) * (failure.limit_s > TIMEOUT_S + 3))
+
+
 # ---- the program
 
 
 def make_loader(failure: Failure, rank: int, world_size: int, method: str, folder: str) -> odb.ODBDataLoader:
     is_culprit = rank == failure.rank_of_culprit(world_size)
-    bad = 40 * world_size + rank if is_culprit else -1
-    dataset: Any = Data(folder, bad if failure.data else -1, failure.data, length=failure.length)
+    bad = Bad(40 * world_size + rank)
+    if failure.number is not None:
+        bad = Bad(number=failure.number, epoch=failure.epoch)
+    dataset: Any = Data(folder, bad, failure.data if is_culprit else "", length=failure.length)
     if failure.stream:
         dataset = EndlessThenRaises(folder, rank, is_culprit)
     elif is_culprit:
@@ -490,11 +534,14 @@ def make_loader(failure: Failure, rank: int, world_size: int, method: str, folde
 def train(failure: Failure, rank: int, world_size: int, loader: Any, folder: str) -> list[int]:
     ids: list[int] = []
     is_culprit = rank == failure.rank_of_culprit(world_size)
-    for number, batch in enumerate(loader):
-        info = odb.pop_step_info(batch)
-        ids += [] if info.idle else batch["id"].tolist()
-        if is_culprit and number == 3 and failure.at_step is not None:
-            failure.at_step(loader, folder)
+    for epoch in range(failure.epoch + 1):
+        ids.clear()
+        for number, batch in enumerate(loader):
+            info = odb.pop_step_info(batch)
+            ids += [] if info.idle else batch["id"].tolist()
+            is_here = epoch == failure.epoch and number == (3 if failure.number is None else failure.number)
+            if is_culprit and is_here and failure.at_step is not None:
+                failure.at_step(loader, folder)
     return ids
 
 
@@ -549,13 +596,15 @@ def described(error: BaseException) -> dict[str, Any]:
 
 def main(name: str, method: str, folder: str) -> None:
     """Runs one rank; ends as the program of a user would."""
-    failure, rank, world_size = FAILURES[name], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    failure, rank, world_size = failure_named(name), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     if rank == 0:  # what rank 0 hosts for its peers lives as long as its process
         rendezvous._hosted_store(_private.default_store())
     dist.barrier()
     if rank == failure.rank_of_culprit(world_size) and failure.before is not None:
         failure.before(folder)
+    if rank != failure.rank_of_culprit(world_size):
+        time.sleep(failure.late_s)
     sockets = own_sockets()
     loader = make_loader(failure, rank, world_size, method, folder)
     try:

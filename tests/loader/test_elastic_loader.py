@@ -66,9 +66,18 @@ def test_every_kind_of_epoch(world_size: int) -> None:
         else:
             assert_each_once(steps, range(301))
             assert num_dropped == 0
+        most_held = max(outcome.stats.max_held_tokens for outcome in outcomes)
+        assert (600 if "window" not in options else 60) < most_held <= 2000
         accum = options.get("grad_accum_steps", 1)
         if options.get("accum_tail") == "fill":
             assert len(steps[0]) % accum == 0
+
+
+def test_few_equal_samples_take_no_step_more() -> None:
+    specs = [Spec([10] * 20, 10 * rows, num_workers=0, options=SPEC.options) for rows in (1, 2, 5, 20)]
+    for rank in ranks.values(2, iterate_all, specs):
+        assert [len(outcome.steps) for outcome in rank] == [10, 5, 2, 1]
+        assert not any(step.idle for outcome in rank for step in outcome.steps)
 
 
 def test_workers_and_their_speed_change_nothing() -> None:

@@ -103,7 +103,6 @@ def test_plots_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--distribution", "llava", "--window", "0"], "window"),
         (["--distribution", "llava", "--max-held-tokens", "-1"], "max_held_tokens"),
         (["--distribution", "llava", "--layout", "loose"], "layout"),
-        (["--distribution", "llava", "--policy", "published", "--sharding", "elastic"], "static shares alone"),
         (["--distribution", "llava", "--step-times", "nowhere"], "rows, padded_len and seconds"),
     ],
 )

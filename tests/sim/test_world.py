@@ -108,7 +108,7 @@ def test_step_efficiency(name: str, seed: int) -> None:
     assert result["step_efficiency"] >= bar
     assert result["steps"] <= most * len(baselines.oracle(plan, given, 8).rows)
     assert result["idle_share"] < 0.005
-    assert 0.99 * MAX_HELD < result["max_held_tokens"] <= MAX_HELD
+    assert 0.85 * MAX_HELD < result["max_held_tokens"] <= MAX_HELD
     published = config(policy="published")
     theirs = summarise(published, simulate(published, given, 8, sharding="static"))
     assert theirs["max_held_tokens"] <= MAX_HELD
