@@ -202,6 +202,10 @@ class ODBDataLoader:
             "(info.all_samples_this_step), or give your trainer max_steps; len(loader.dataset) is the number of samples"
         )
 
+    def __bool__(self) -> bool:
+        """True: `if loader:` asks whether there is one, not for its length."""
+        return True
+
     # ---- epochs, life
 
     def set_epoch(self, epoch: int) -> None:
@@ -786,6 +790,10 @@ class AppliedLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """Unknown: raises `TypeError`."""
         return len(self.odb_loader)
+
+    def __bool__(self) -> bool:
+        """See `ODBDataLoader.__bool__`."""
+        return True
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is epoch `epoch`."""

@@ -254,6 +254,7 @@ def test_len_is_unknown_and_says_what_to_use(num_workers: int) -> None:
     loader = odb.ODBDataLoader(LengthsDataset([10] * 40), token_budget=40, num_workers=num_workers)
     with pytest.raises(TypeError, match=r"max_steps.*len\(loader.dataset\)"):
         len(loader)
+    assert loader  # a trainer that asks whether there is a loader does not ask for its length
 
 
 def break_often(rank: int, world_size: int, spec: Spec) -> list[int]:
