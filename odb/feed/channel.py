@@ -187,7 +187,7 @@ class Channel:
         ring = self._rings[0]
         if ring is None or num_bytes > ring.capacity:
             return None
-        block = ring.claim()
+        block = ring.claim(num_bytes)
         if block is not None:
             body.write_into(ring.block(block, num_bytes))
         return block

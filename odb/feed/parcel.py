@@ -193,7 +193,7 @@ class Packer:
     def _placed(self, body: Body, ring: Ring, place: Place) -> Place | None:
         self._take_back(ring)
         is_large = place.num_bytes > ring.capacity
-        block = ring.claim() if not is_large or ring.may_lend else None
+        block = ring.claim(0 if is_large else place.num_bytes) if not is_large or ring.may_lend else None
         if block is None:
             return None
         try:

@@ -2,8 +2,9 @@
 
 Fresh shared memory costs more than the copy into it: the kernel clears every page, and both sides fault on each. Blocks
 that are used again cost the copy alone. They lie in anonymous memory (`memfd_create`): no name in /dev/shm, no limit of
-its size, gone with the last process that has it. A block has room for large contents and takes what was ever written to
-it, so the lowest free one is always used first.
+its size, gone with the last process that has it. A block has room for large contents and takes the memory of the largest
+that it ever held, so contents go to the block that suits their size best: small ones must not lie in what large ones have
+left, or each block would become large in the end.
 
 Only the writer turns a block's flag on, only the reader turns it off; which block holds what is told by other means. The
 reader need not copy: `take` lends it the block itself, which is free again when the last array or tensor over it is gone.
@@ -43,22 +44,28 @@ class Ring:
         self.num_lent = num_lent
         self._lent: set[int] = set()
         self.capacity = -(-capacity // _PAGE) * _PAGE
-        size = _PAGE + num_blocks * self.capacity
+        start = -(-(num_blocks + 1 + 8 * num_blocks + 8) // _PAGE) * _PAGE
+        size = start + num_blocks * self.capacity
         self._fd = _anonymous(size) if fd is None else fd
         self._map = mmap.mmap(self._fd, size)
         self._header = np.frombuffer(self._map, np.uint8, num_blocks + 1)
         self._in_use = self._header[:num_blocks]
+        self._taken = np.frombuffer(self._map, np.int64, num_blocks, -(-(num_blocks + 1) // 8) * 8)  # memory, in bytes
         self._blocks = [
-            np.frombuffer(self._map, np.uint8, self.capacity, _PAGE + k * self.capacity) for k in range(num_blocks)
+            np.frombuffer(self._map, np.uint8, self.capacity, start + k * self.capacity) for k in range(num_blocks)
         ]
 
-    def claim(self) -> int | None:
-        """Writer: the first block that is free, None if there is none."""
-        number = self._in_use.tobytes().find(0)
-        if number < 0:
+    def claim(self, num_bytes: int) -> int | None:
+        """Writer: a block that is free, for so many bytes; None if there is none."""
+        free = np.flatnonzero(self._in_use == 0)
+        if not len(free):
             return None
+        taken = self._taken[free]
+        enough = taken >= num_bytes
+        number = int(free[taken.argmax() if not enough.any() else np.where(enough, taken, self.capacity + 1).argmin()])
         _order_memory()
         self._in_use[number] = 1
+        self._taken[number] = max(self._taken[number], num_bytes)
         return number
 
     def is_free(self, number: int) -> bool:

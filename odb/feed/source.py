@@ -27,7 +27,7 @@ from odb.feed.parcel import Parcel, PostOffice
 from odb.feed.supervise import ChildWatch, guard_against_orphaning, ignore_interrupts
 
 MAX_CHUNK = 32  # larger ones gain nothing; the first ones are smaller, so that the first batch comes early
-FIRST_CHUNK = 4
+FIRST_CHUNK = 2
 _BLOCK = 1 << 16
 
 
@@ -157,7 +157,7 @@ class IndexSource:
 
     def _size(self, made: int, left: int | None) -> int:
         """Of the next chunk, where so many were made and so many keys are known to be left."""
-        grown = FIRST_CHUNK << min(made // (2 * self.num_workers), 16)
+        grown = FIRST_CHUNK << min(made // (4 * self.num_workers), 16)
         share = self.max_chunk if left is None else -(-left // self.num_workers)
         return max(1, min(self.max_chunk, grown, share))
 

@@ -200,19 +200,19 @@ def test_chunks_larger_than_a_block_are_lent_once_that_is_known_to_work() -> Non
 
 def test_a_ring_gives_blocks_out_one_by_one() -> None:
     ring = Ring(3, 100)
-    claimed = [ring.claim() for _ in range(4)]
+    claimed = [ring.claim(10) for _ in range(4)]
     assert sorted(claimed[:3]) == [0, 1, 2] and claimed[3] is None  # type: ignore[type-var]
     ring.release(1)
-    assert ring.claim() == 1 and ring.claim() is None
+    assert ring.claim(10) == 1 and ring.claim(10) is None
     ring.reset()
-    assert ring.claim() is not None
+    assert ring.claim(10) is not None
 
 
 BIG = 1 << 16  # bytes from which a block is lent
 
 
 def filled(ring: Ring, value: int) -> int:
-    number = ring.claim()
+    number = ring.claim(BIG)
     assert number is not None
     ring.block(number, BIG)[:] = value
     return number
@@ -225,7 +225,7 @@ def test_a_block_is_lent_as_long_as_anything_refers_to_it() -> None:
     view = tensor[2:4]
     del tensor
     gc.collect()
-    assert not ring.is_free(first) and ring.claim() == 1
+    assert not ring.is_free(first) and ring.claim(10) == 1
     copied = ring.take(1, BIG)  # one is lent: this one is copied
     ring.block(1, BIG)[:] = 9
     assert ring.is_free(1) and view.tolist() == [7, 7] and not copied.any()
@@ -235,15 +235,28 @@ def test_a_block_is_lent_as_long_as_anything_refers_to_it() -> None:
     assert ring.take(small, BIG - 1).all() and ring.is_free(small)  # a small one always
 
 
+def test_contents_go_where_contents_of_their_size_were() -> None:
+    ring = Ring(4, BIG)
+    sizes = [100, BIG, 10, 5000]
+    for round_ in range(50):
+        order = sizes[round_ % 4 :] + sizes[: round_ % 4]
+        claimed = {size: ring.claim(size) for size in order}
+        assert sorted(claimed.values()) == [0, 1, 2, 3]  # type: ignore[type-var]
+        for number in claimed.values():
+            assert number is not None
+            ring.release(number)
+    assert sorted(ring._taken.tolist()) == sorted(sizes)
+
+
 def test_new_workers_get_no_block_that_is_lent() -> None:
     ring = Ring(2, BIG, num_lent=2)
     lent = ring.take(filled(ring, 3), BIG)
     assert filled(ring, 4) == 1  # its worker dies before it is read
     ring.reset()
-    assert ring.claim() == 1 and ring.claim() is None
+    assert ring.claim(10) == 1 and ring.claim(10) is None
     assert (lent == 3).all()
     del lent
-    assert ring.claim() == 0
+    assert ring.claim(10) == 0
 
 
 def test_a_forked_process_gives_nothing_back() -> None:
