@@ -353,17 +353,21 @@ _handed_over: list[Channel] = []
 
 
 def channel_pair(
-    inline_limit: int = INLINE_LIMIT, map_from: int = MAP_FROM, num_blocks: int = 0
+    inline_limit: int = INLINE_LIMIT, map_from: int = MAP_FROM, num_blocks: int = 0, num_blocks_out: int = 0
 ) -> tuple[Channel, Channel]:
     """Two ends of a new link, both in this process. The limits are for tests and for measuring.
 
-    `num_blocks`: messages of the second end that may be under way in memory that is used over and over.
+    `num_blocks`: messages of the second end that may be under way in memory that is used over and over; `num_blocks_out`:
+    of the first end.
     """
     ours, theirs = socket.socketpair()
-    ring = make_ring(num_blocks + NUM_LENT, BLOCK_BYTES, NUM_LENT) if num_blocks and _HAS_MEMFD else None
+    back, out = (
+        make_ring(num + NUM_LENT, BLOCK_BYTES, NUM_LENT) if num and _HAS_MEMFD else None
+        for num in (num_blocks, num_blocks_out)
+    )
     return (
-        Channel(ours, inline_limit, map_from, (None, ring)),
-        Channel(theirs, inline_limit, map_from, (ring, None)),
+        Channel(ours, inline_limit, map_from, (out, back)),
+        Channel(theirs, inline_limit, map_from, (back, out)),
     )
 
 

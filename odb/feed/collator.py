@@ -86,13 +86,20 @@ class _Server:
 
     def serve(self, use_signal: bool) -> None:
         """Epoch after epoch, until told to stop."""
-        self.node = Node(self.spec, os.getpid(), use_signal=use_signal, poll=self.poll)
+        self.node = Node(
+            self.spec, os.getpid(), use_signal=use_signal, poll=self.poll, is_awaited=lambda: self.has_all_credits
+        )
         while True:
             while self.pending is None:
                 with self.being_busy():
                     if self.channel.poll(_LONG_SLICE_S):
                         self.handle(self.channel.recv(_SLICE_S))
             self.run_epoch()
+
+    @property
+    def has_all_credits(self) -> bool:
+        """Whether the training process has taken every batch that was sent."""
+        return self.credits >= self.spec.ready_batches
 
     @property
     def exchange(self) -> Exchange | None:

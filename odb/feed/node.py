@@ -151,8 +151,17 @@ class ThreadFeed:
 class Node:
     """Runs epochs for one rank. Make it on the main thread of the process that hosts it."""
 
-    def __init__(self, spec: NodeSpec, collate_pid: int, *, use_signal: bool, poll: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        spec: NodeSpec,
+        collate_pid: int,
+        *,
+        use_signal: bool,
+        poll: Callable[[], None],
+        is_awaited: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.spec = spec
+        self.is_awaited = is_awaited  # whether the training loop has no batch left to go on with
         self.plan = spec.plan
         self.poll = poll
         self.exchange: Exchange | None = None
@@ -182,6 +191,7 @@ class Node:
             is_auto=wanted == "auto",
             start_method=source.multiprocessing_context,
             poll=self._poll_and_check,
+            is_awaited=self.is_awaited,
         )
 
     def _first_sample(self) -> Any:

@@ -4,8 +4,8 @@ Steps go round among the processes and come back in their order, so that batches
 numbers that a `collate_fn` draws depend on the step alone (see `Assembler.batch`). A process that raises passes its
 exception on with its traceback; one that dies is named. All of them end with the collate process, however that ends.
 
-With `collate_workers="auto"` the pool starts once collation has proved slow here, and is used when its processes are
-ready; until then this process goes on by itself.
+With `collate_workers="auto"` the pool starts once collation has proved slow here while the training loop was waiting for
+it, and is used when its processes are ready; until then this process goes on by itself.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class CollatePool:
         is_auto: start them only when collation has proved slow.
         start_method: as for the inner loader's workers.
         poll: called while waiting; may raise.
+        is_awaited: whether the training loop has nothing left to go on with.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class CollatePool:
         is_auto: bool,
         start_method: str | None,
         poll: Callable[[], None],
+        is_awaited: Callable[[], bool],
     ) -> None:
         self.size = size
         self.depth = size + 1  # steps under way: one in each process, one that waits
@@ -115,6 +117,7 @@ class CollatePool:
         self._is_auto = is_auto
         self._start_method = start_method
         self._poll = poll
+        self._is_awaited = is_awaited
         self._members: list[tuple[Any, Channel]] = []
         self._is_ready = False
         self._timed: deque[float] = deque(maxlen=NUM_TIMED[1])
@@ -145,9 +148,13 @@ class CollatePool:
     def note(self, seconds: float) -> None:
         """How long a batch took in this process; may start the pool.
 
-        Three of four have to be slow: on a machine with much else to do any batch may take long, but few do.
+        Only batches that the training loop waited for count: where its steps take longer, one process is enough. Three of
+        four have to be slow: on a machine with much else to do any batch may take long, but few do.
         """
         if not self.size or self._members:
+            return
+        self._poll()
+        if not self._is_awaited():
             return
         self._timed.append(seconds)
         num = len(self._timed)
@@ -196,7 +203,7 @@ class CollatePool:
     def _start(self) -> None:
         use_signal = supervise.can_use_signal(self._start_method)
         for number in range(self.size):
-            ours, theirs = channel_pair(num_blocks=3)
+            ours, theirs = channel_pair(num_blocks=3, num_blocks_out=3)
             args = (self._assembler.alone(), theirs, os.getpid(), use_signal)
             process = supervise.start(self._start_method, run, args, f"odb-collate-{number}")
             self._members.append((process, ours))

@@ -161,3 +161,27 @@ def test_closing_ends_the_processes() -> None:
 def test_wrong_numbers_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="collate_workers"):
         make_loader(collate_workers=value)
+
+
+def test_a_pool_starts_by_itself_only_where_slow_batches_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited, started = False, []
+    pool = pool_module.CollatePool(
+        None,  # type: ignore[arg-type]  # nothing is collated
+        2,
+        is_auto=True,
+        start_method=None,
+        poll=lambda: None,
+        is_awaited=lambda: awaited,
+    )
+    monkeypatch.setattr(pool, "_start", lambda: started.append(True))
+    slow, quick = 2 * pool_module.SLOW_S, pool_module.SLOW_S / 2
+    for _ in range(20):
+        pool.note(slow)
+    assert not started
+    awaited = True
+    for seconds in [quick, quick, slow, slow] * 5:
+        pool.note(seconds)
+    assert not started
+    for _ in range(6):
+        pool.note(slow)
+    assert started
