@@ -92,7 +92,7 @@ class GlooExchange:
             PeerFailedError, PeerClosedError, PeerLostError: as in a collective.
         """
         poll = poll or _no_poll
-        client, break_off = _open_store(address, poll, min(_CONNECT_LIMIT_S, address.timeout_s))
+        client, break_off = _open_store(address, poll)
         store = dist.PrefixStore(address.prefix, client)
         monitor = Monitor(
             store,
@@ -306,7 +306,7 @@ def report_failure(address: GlooAddress, text: str) -> None:
     Never raises; takes at most about 10 s, where the store is gone.
     """
     with suppress(RuntimeError, ExchangeError):
-        client, _ = _open_store(address, _no_poll, min(_STORE_LIMIT_S, address.timeout_s))
+        client, _ = _open_store(address, _no_poll, _STORE_LIMIT_S)
         store = dist.PrefixStore(address.prefix, client)
         monitor = Monitor(
             store, address.rank, address.world_size, address.timeout_s, address.host_rank, address.global_ranks
@@ -341,12 +341,13 @@ def _ranges(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
-def _open_store(address: GlooAddress, tick: Callable[[], None], limit_s: float = _CONNECT_LIMIT_S) -> _Opened:
+def _open_store(address: GlooAddress, tick: Callable[[], None], most_s: float = _CONNECT_LIMIT_S) -> _Opened:
     """Our own connection to the store. Tried with a plain socket first: the store's own retries are slow and loud.
 
     Returns:
         the store, and a function that ends a call which waits for it in another thread, with an error.
     """
+    limit_s = min(most_s, address.timeout_s)
     deadline = time.monotonic() + limit_s
     while True:
         try:
@@ -365,10 +366,12 @@ def _open_store(address: GlooAddress, tick: Callable[[], None], limit_s: float =
         )
         return store, partial(descriptors.shut_down, descriptors.opened_since(before), peer_port=address.port)
     except TimeoutError:
-        raise ExchangeError(
-            f"connecting to {address.host}:{address.port} hangs: this process was forked while a thread of its parent "
-            f"held a lock of the system's name resolver (see odb.exchange.rendezvous), or name resolution takes more "
-            f"than {limit_s:g} s; another start method (spawn, forkserver) does not have the first problem"
+        raise ExchangeTimeout(
+            f"connecting to rank {address.host_rank} under {address.host}:{address.port} hangs for more than {limit_s:g} s: "
+            f"its training process, which hosts the ranks' meeting point, is stopped or may open no further file, or name "
+            f"resolution is slow, or this process was forked while a thread of its parent held a lock of the system's name "
+            f"resolver (see odb.exchange.rendezvous), which another start method (spawn, forkserver) rules out",
+            (address.host_rank,),
         ) from None
 
 

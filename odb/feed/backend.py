@@ -29,6 +29,7 @@ from odb.feed.source import Order
 
 _SLICE_S = 1.0
 _EXIT_GRACE_S = 4.0
+_EXIT_S = 0.5  # from the end of a link to the exit of the process that died; in less than `_REASON_OF_OWN_S`
 
 OnCounts = Callable[[Counts], None]
 
@@ -195,7 +196,8 @@ class ProcessBackend:
                     continue
                 self._fail(self._died())
             except ChannelClosed as broken:
-                self._process.join(_SLICE_S)
+                self._channel.close()  # its descriptors may be what is missing to tell the others
+                self._process.join(_EXIT_S)
                 by_itself = self._process.exitcode not in (None, 0, supervise.ORPHANED)
                 self._fail(self._died() if by_itself else self._broken(broken))
 

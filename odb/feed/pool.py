@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from odb.errors import ChannelClosed, ProcessDied, SampleError
+from odb.errors import ChannelClosed, ProcessDied
 from odb.feed import supervise
 from odb.feed.assemble import Assembler
 from odb.feed.channel import Channel, channel_pair, close_inherited
@@ -72,7 +72,9 @@ def run(assembler: Assembler, channel: Channel, parent_pid: int, use_signal: boo
             answer = _answer(assembler, task)
             try:
                 channel.send(answer)
-            except SampleError as error:  # the batch can't be pickled
+            except ChannelClosed:
+                raise
+            except Exception as error:  # the batch can't be pickled, or there is no memory to hand it over
                 channel.send(_raised(task.number, error))
     os._exit(0)  # nothing inherited from the collate process is to run at this one's exit
 

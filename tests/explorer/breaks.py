@@ -199,14 +199,14 @@ BREAKS = {
         align, "_target", _before(lambda c, t: (replace(c, max_steps_per_round=99), t)), options=_AGE
     ),
     "unequal random draws": Break(
-        rounds, "_in_order", _before(_own_draws), token_budget=1, window=4, most_samples=4
+        rounds, "_in_order", _before(_own_draws), options={"grad_accum_steps": 4}, window=4, most_samples=4
     ),
     "groups run in the order they were made": Break(
         rounds, "by_cost", lambda o: lambda costs, ids: np.arange(len(costs)), window=3
     ),
     "a rank idles although it has samples": Break(rounds, "form", _before(_seldom_idle), token_budget=2),
     "idle steps come at random": Break(
-        rounds, "in_time", _before(lambda n, c, e, r, full: (n, c, e, r)), token_budget=2, window=3
+        rounds, "in_time", _before(lambda n, c, e, r, full: (n, c, e, r)), token_budget=2, options=_A2
     ),
     "the digest of the last agreement is stale": Break(rounds, "_next_state", _after(_keep_old_digest)),
     "the digest does not tell agreements apart": Break(align, "_agreement", _after(_without_digest)),

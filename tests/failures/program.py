@@ -142,7 +142,12 @@ def forbid_large_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-COLLATE_DEEDS = {"raise": raise_in_collate, "descriptors": use_up_descriptors, "memory": forbid_large_files}
+COLLATE_DEEDS = {
+    "raise": raise_in_collate,
+    "kill": kill_this_process,
+    "descriptors": use_up_descriptors,
+    "memory": forbid_large_files,
+}
 
 
 class EndlessThenRaises(IterableDataset[Any]):
@@ -293,6 +298,14 @@ def die_before_the_loader(folder: str) -> None:
     kill_this_process()
 
 
+def die_while_the_loader_starts(folder: str) -> None:
+    def die() -> None:
+        happened(folder)
+        kill_this_process()
+
+    threading.Timer(0.1, die).start()
+
+
 # ---- the table
 
 
@@ -375,6 +388,20 @@ FAILURES: dict[str, Failure] = {
         limit_s=TIMEOUT_S + 4,
         before=die_before_the_loader,
         is_first=True,
+    ),
+    "killed while its loader starts": Failure(
+        None,
+        Sees(("PeerLostError", "PeerFailedError", "ExchangeTimeout"), ("rank {c}",)),
+        limit_s=TIMEOUT_S + 4,
+        before=die_while_the_loader_starts,
+    ),
+    "process that collates killed": Failure(
+        Sees(("ProcessDied",), ("odb-collate", "collate_fn", "SIGKILL")),
+        Sees(("PeerFailedError",), ("rank {c}", "odb-collate", "SIGKILL")),
+        collate="kill",
+        options={"collate_workers": 2},
+        number=5,
+        inline=False,
     ),
     "all of a rank stopped": Failure(
         Sees(("ExchangeTimeout", "PeerLostError", "PeerFailedError", "ProcessDied", "ExchangeError")),
