@@ -21,8 +21,9 @@ from odb.plan.types import I64, PlanConfig, ReportTable, RoundState
 #: The most keys of a rank's first grant, which is made before any length is known.
 FIRST_KEYS = 256
 
-#: Of the keys that nobody was granted yet, 3/4 at most go out in one round: the last ones make windows equal.
-_GIVEN, _OF = 3, 4
+#: Of the keys that nobody was granted yet, half at most go out in one round: the last ones make windows equal. With 3/4
+#: too few are left for that where lengths have a heavy tail.
+_PART = 2
 
 #: Below this many keys a rank the rest goes out at once. Smaller grants would only add rounds.
 _LAST_KEYS = 8
@@ -79,7 +80,7 @@ def decide(config: PlanConfig, table: ReportTable, next_target: int) -> I64:
 
 
 def _part_of(left: int, world_size: int) -> int:
-    return left if left <= _LAST_KEYS * world_size else left * _GIVEN // _OF
+    return left if left <= _LAST_KEYS * world_size else left // _PART
 
 
 def _water_level(load: npt.NDArray[np.float64], amount: float) -> float:

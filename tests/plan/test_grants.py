@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from odb.plan import grants
 from odb.plan.align import settle
 from odb.plan.types import I64, Report, ReportTable, Status
+from odb.sim.lengths import draw
+from odb.sim.world import simulate
 
 
 def report(**other: Any) -> Report:
@@ -73,8 +75,16 @@ def test_the_end_makes_windows_equal() -> None:
 
 def test_the_last_keys_are_not_given_away_at_once() -> None:
     granted = decide([seen(1000, num_keys=10_200)] * 2, target=10**6)
-    assert granted.sum() == 7500
+    assert granted.sum() == 5000
     assert decide([seen(1000, num_keys=210)] * 2, target=10**6).sum() == 10
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_a_heavy_tail_does_not_make_the_end_uneven(seed: int) -> None:
+    """What is left is planned at once, in as many steps as the fullest rank needs: ranks must be equally full."""
+    trace = simulate(make_config(16384, window=8192, max_held_tokens=500_000), draw("cv2", 100_000, seed), 32)
+    tokens, costs = trace.tokens[-10:], trace.costs[-10:]
+    assert tokens.sum() / (32 * costs.max(axis=1).sum()) > 0.87
 
 
 def test_where_all_was_rejected_so_far_counts_are_granted() -> None:
