@@ -22,8 +22,9 @@ from odb.plan.types import I64, PlanConfig, ReportTable, RoundState
 FIRST_KEYS = 256
 
 #: Of the keys that nobody was granted yet, half at most go out in one round: the last ones make windows equal. With 3/4
-#: too few are left for that where lengths have a heavy tail.
-_PART = 2
+#: too few are left for that where lengths have a heavy tail; but that is enough for few ranks, and fewer rounds.
+_PART, _PART_FEW = 1 / 2, 3 / 4
+_FEW_RANKS = 8
 
 #: Below this many keys a rank the rest goes out at once. Smaller grants would only add rounds.
 _LAST_KEYS = 8
@@ -80,7 +81,9 @@ def decide(config: PlanConfig, table: ReportTable, next_target: int) -> I64:
 
 
 def _part_of(left: int, world_size: int) -> int:
-    return left if left <= _LAST_KEYS * world_size else left // _PART
+    if left <= _LAST_KEYS * world_size:
+        return left
+    return int(left * (_PART_FEW if world_size <= _FEW_RANKS else _PART))
 
 
 def _water_level(load: npt.NDArray[np.float64], amount: float) -> float:
