@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -113,6 +114,10 @@ class GlooExchange:
             before = descriptors.open_sockets()
             group = _build_group(address, tick)
         except BaseException as error:
+            if isinstance(error, ExchangeError) and error is not monitor.error:
+                # A rank that comes later must not wait for this one.
+                with suppress(ExchangeError):
+                    monitor.submit(partial(monitor.pass_on, error), _STORE_LIMIT_S)
             monitor.stop(_STORE_LIMIT_S)
             del store, client
             _forget_frames(error)  # whoever keeps the error would keep the connection
@@ -300,13 +305,30 @@ def _no_poll() -> None:
     """Nothing to react to."""
 
 
+_hosted: tuple[int, weakref.ref[Any]] | None = None  # pid of the process that hosts a store, and the store
+
+
+def note_hosted(store: Any) -> None:
+    """This process hosts the ranks' store: what it reports needs no further connection, which may be what it lacks."""
+    global _hosted
+    _hosted = os.getpid(), weakref.ref(store)
+
+
+def _hosted_here(address: GlooAddress) -> Any:
+    """The store of an address, where this very process hosts it."""
+    if _hosted is None or _hosted[0] != os.getpid():
+        return None
+    store = _hosted[1]()
+    return store if store is not None and store.port == address.port else None
+
+
 def report_failure(address: GlooAddress, text: str) -> None:
     """Tells all ranks, from outside of its exchange, that `address.rank` failed: its collate process died.
 
     Never raises; takes at most about 10 s, where the store is gone.
     """
     with suppress(RuntimeError, ExchangeError):
-        client, _ = _open_store(address, _no_poll, _STORE_LIMIT_S)
+        client = _hosted_here(address) or _open_store(address, _no_poll, _STORE_LIMIT_S)[0]
         store = dist.PrefixStore(address.prefix, client)
         monitor = Monitor(
             store, address.rank, address.world_size, address.timeout_s, address.host_rank, address.global_ranks

@@ -28,7 +28,7 @@ import torch.distributed
 from odb.errors import ConfigError, ExchangeTimeout, PeerFailedError, PeerLostError
 from odb.exchange import _private, hosts
 from odb.exchange.base import Poll
-from odb.exchange.gloo import GlooAddress
+from odb.exchange.gloo import GlooAddress, note_hosted
 from odb.exchange.monitor import first_line
 from odb.exchange.watch import bounded, name_ranks
 
@@ -308,6 +308,7 @@ def _hosted_store(default: Any) -> Any:
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
         _connecting.clear()
         _hosted = (weakref.ref(default), store)
+        note_hosted(store)
     return _hosted[1]
 
 

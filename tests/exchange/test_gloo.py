@@ -14,6 +14,7 @@ import pytest
 from worlds import World, connected
 
 from odb.errors import ExchangeError, ExchangeTimeout, PeerClosedError, PeerFailedError, PeerLostError
+from odb.exchange import _private, descriptors
 from odb.exchange.base import Exchange
 from odb.exchange.gloo import GlooExchange, describe_differences, report_failure
 
@@ -326,6 +327,31 @@ def test_missing_rank_is_named_when_it_never_joins() -> None:
             error = rank.result().error
             assert isinstance(error, ExchangeError)
             assert "rank 1" in str(error)
+
+
+def test_rank_that_comes_after_the_others_gave_up_learns_it_at_once() -> None:
+    with World(2, timeout_s=1.0) as world:
+        addresses = world.addresses()
+        for i in (0, 1):
+            (rank,) = world.run([(connected, addresses[i], one_more)])
+            result = rank.result()
+            assert isinstance(result.error, ExchangeTimeout) and result.error.ranks == (1,)
+            assert result.seconds < 4
+
+
+def test_nothing_is_left_where_the_group_can_not_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise RuntimeError("no file may be opened any more")
+
+    monkeypatch.setattr(_private, "gloo_group", refused)
+    with World(1) as world:
+        before = descriptors.open_sockets()
+        with pytest.raises(PeerLostError, match="no file may be opened") as kept:
+            GlooExchange.connect(world.addresses()[0])
+        while descriptors.opened_since(before):  # the store's side of a connection ends a moment later
+            time.sleep(0.01)
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("odb")]
+        assert kept.value.__traceback__ is not None
 
 
 def test_failure_reported_from_outside_reaches_ranks_that_still_join() -> None:

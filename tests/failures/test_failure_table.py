@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from failing import Launcher, Result, run_under_torchrun
 from program import FAILURES, NUM_SAMPLES, Sees, failure_named
+from variants import ONCE_WRONG, VARIANTS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -93,8 +94,15 @@ def test_three_ranks(launcher: Launcher, name: str) -> None:
     check(name, launcher.run(name, 3, "fork", LIMIT_S))
 
 
-def test_a_killed_worker_that_is_no_child_of_the_collate_process(launcher: Launcher) -> None:
-    check("worker killed", launcher.run("worker killed", 2, "forkserver", LIMIT_S))
+@pytest.mark.parametrize(("name", "world_size", "method"), ONCE_WRONG)
+def test_what_was_wrong_once(launcher: Launcher, name: str, world_size: int, method: str) -> None:
+    check(name, launcher.run(name, world_size, method, LIMIT_S), starts_s=STARTS_S.get(method, 0.0))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "world_size", "method"), VARIANTS)
+def test_other_ranks_places_and_options(launcher: Launcher, name: str, world_size: int, method: str) -> None:
+    check(name, launcher.run(name, world_size, method, LIMIT_S), starts_s=STARTS_S.get(method, 0.0))
 
 
 @pytest.mark.soak
