@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from odb.errors import ConfigError
 from odb.plan.pack import Bounds, next_fit
 
 _MASK = "attention_mask"
+_SIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class PadCollator:
         return out
 
     def _padded(self, key: str, values: list[Any], width: int) -> torch.Tensor:
-        rows = [value if type(value) is torch.Tensor else torch.as_tensor(value) for value in values]
+        rows = _of_one_dtype([value if type(value) is torch.Tensor else torch.as_tensor(value) for value in values])
         # (rows, longest)
         out = pad_sequence(rows, batch_first=True, padding_value=self._fill(key), padding_side=self.side)
         missing = width - out.shape[1]
@@ -85,6 +87,16 @@ class PadCollator:
         if key in self.pad_values:
             return self.pad_values[key]
         return {"input_ids": self.pad_token_id, "labels": self.ignore_index}.get(key, 0)
+
+
+def _of_one_dtype(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows as `torch.stack` takes them: of the dtype that holds them all. `pad_sequence` would cut them to the first's."""
+    dtypes = {row.dtype for row in rows}
+    if len(dtypes) < 2:
+        return rows
+    # (PyTorch promotes no unsigned integers beyond 8 bits.)
+    widest = reduce(torch.promote_types, [_SIGNED.get(dtype, dtype) for dtype in dtypes])
+    return [row.to(widest) for row in rows]
 
 
 def _check_same_keys(samples: list[Any]) -> None:

@@ -338,6 +338,8 @@ class Channel:
         if hang_up:
             with suppress(OSError):  # the other end was faster
                 self._sock.shutdown(socket.SHUT_RDWR)
+            if self._rings[1] is not None:
+                self._rings[1].give_up()
         self._sock.close()
         while self._fds:
             os.close(self._fds.pop())
@@ -389,13 +391,32 @@ def close_inherited(keep: tuple[Channel, ...] = ()) -> None:
             end.release()
 
 
+_kept_by_child: list[int] = []  # during a fork: descriptors whose end will tell that the child has gone
+
+
+def _before_fork() -> None:
+    if _handed_over:  # our own processes never look at what this one holds
+        return
+    rings = [end._rings[1] for end in list(_live_ends)]
+    _kept_by_child.extend(fd for ring in rings if ring is not None and (fd := ring.before_fork()) >= 0)
+
+
+def _after_fork_in_parent() -> None:
+    while _kept_by_child:
+        os.close(_kept_by_child.pop())
+
+
 def _after_fork_in_child() -> None:
+    _kept_by_child.clear()
+    for ring in [end._rings[1] for end in list(_live_ends)]:
+        if ring is not None:
+            ring.forget_loans()
     close_inherited(keep=tuple(_handed_over))
     _handed_over.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def _deadline(timeout: float | None) -> float | None:
@@ -421,6 +442,9 @@ def memory_with(body: Body) -> int | None:
         return None
     try:
         _write_all(fd, [memoryview(piece) for piece in body.pieces()])
+    except OSError:  # no room, or a limit on the size of files (`ulimit -f`)
+        os.close(fd)
+        return None
     except BaseException:
         os.close(fd)
         raise

@@ -170,11 +170,25 @@ def _reduce_uncommon_tensor(tensor: torch.Tensor) -> Any:
 
 def _reduce_array(array: np.ndarray[Any, Any]) -> Any:
     flags = array.flags
-    if array.dtype.hasobject or array.dtype.kind in "mM" or not array.dtype.isnative:
+    if (
+        array.dtype.hasobject
+        or array.dtype.kind not in "biufcSUV"
+        or not array.dtype.isnative
+        or _has_times(array.dtype)
+    ):
         return NotImplemented  # no buffer of these: NumPy sends them in the stream
     if not (flags.c_contiguous and flags.writeable):
         array = np.array(array, order="C", copy=True)  # a read-only one would arrive read-only
     return _array, (_buffer(array), array.dtype, array.shape)
+
+
+def _has_times(dtype: np.dtype[Any]) -> bool:
+    """Whether a structured dtype has a part, at any depth, that no buffer can hold."""
+    if dtype.kind != "V":
+        return dtype.kind in "mM"
+    parts = [dtype.fields[name][0] for name in dtype.names or ()] if dtype.fields is not None else []
+    parts += [dtype.subdtype[0]] if dtype.subdtype is not None else []
+    return any(map(_has_times, parts))
 
 
 #: NumPy's stubs don't say that arrays have the buffer protocol.

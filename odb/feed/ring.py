@@ -8,12 +8,17 @@ left, or each block would become large in the end.
 
 Only the writer turns a block's flag on, only the reader turns it off; which block holds what is told by other means. The
 reader need not copy: `take` lends it the block itself, which is free again when the last array or tensor over it is gone.
+Where the reader forks meanwhile, its child sees the block as well: then the child, too, must have gone.
+
+A ring gives memory back when its free blocks hold much more than the others.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import resource
+import select
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +32,10 @@ from odb.feed.body import Bytes
 _PAGE = 4096
 #: Smaller contents are copied: that is cheaper than keeping track of a block.
 _LEND_FROM = 64 * 1024
+#: Free blocks keep so many bytes beyond as much as the others hold.
+_SPARE_BYTES = 128 << 20
+#: A ring takes this part of the address space that the process may have (`ulimit -v`), no more.
+_SHARE_OF_SPACE = 1 / 32
 
 
 class Ring:
@@ -42,10 +51,14 @@ class Ring:
     def __init__(self, num_blocks: int, capacity: int, num_lent: int = 0, fd: int | None = None) -> None:
         self.num_blocks = num_blocks
         self.num_lent = num_lent
-        self._lent: set[int] = set()
+        self._lent: dict[int, int] = {}  # reader: bytes by block
+        self._seen_by: list[tuple[int, set[int]]] = []  # per fork: a pipe that ends with the child, blocks that it sees
+        self._returned: set[int] = set()  # loans that ended here while a child sees them
+        self._is_given_up = False
         self.capacity = -(-capacity // _PAGE) * _PAGE
         start = -(-(num_blocks + 1 + 8 * num_blocks + 8) // _PAGE) * _PAGE
         size = start + num_blocks * self.capacity
+        self._start = start
         self._fd = _anonymous(size) if fd is None else fd
         self._map = mmap.mmap(self._fd, size)
         self._header = np.frombuffer(self._map, np.uint8, num_blocks + 1)
@@ -66,7 +79,28 @@ class Ring:
         _order_memory()
         self._in_use[number] = 1
         self._taken[number] = max(self._taken[number], num_bytes)
+        if self._taken.sum() > _SPARE_BYTES:
+            self._trim(free[free != number])
         return number
+
+    def _trim(self, free: np.ndarray[Any, Any]) -> None:
+        """Writer: gives back what free blocks hold beyond as much as the others hold, and some; the largest first."""
+        surplus = 2 * self._taken[free].sum() - self._taken.sum() - _SPARE_BYTES
+        for number in free[np.argsort(-self._taken[free])].tolist():
+            if surplus <= 0 or not self._remove_memory(number):
+                return
+            surplus -= self._taken[number]
+            self._taken[number] = 0
+
+    def _remove_memory(self, number: int, keep: int = 0) -> bool:
+        """Gives a block's memory back but for the first bytes; False where the system can't."""
+        start = -(-keep // _PAGE) * _PAGE
+        if start >= self.capacity:
+            return True
+        with suppress(OSError, ValueError, AttributeError):
+            self._map.madvise(mmap.MADV_REMOVE, self._start + number * self.capacity + start, self.capacity - start)
+            return True
+        return False
 
     def is_free(self, number: int) -> bool:
         """Writer: whether the reader is done with a block."""
@@ -97,8 +131,10 @@ class Ring:
 
     def take(self, number: int, num_bytes: int) -> Bytes:
         """Reader: the contents of a block, for good: a copy, or the block itself, which is then released by and by."""
+        if self._seen_by:
+            self._settle()
         if num_bytes >= _LEND_FROM and len(self._lent) < self.num_lent:
-            self._lent.add(number)
+            self._lent[number] = num_bytes
             lent: Bytes = np.asarray(_Loan(self, number, self.block(number, num_bytes)))
             return lent
         copied: Bytes = self.block(number, num_bytes).copy()
@@ -106,9 +142,53 @@ class Ring:
         return copied
 
     def return_loan(self, number: int) -> None:
-        """Nothing refers to a block any more that `take` has lent."""
-        self._lent.discard(number)
+        """Nothing refers to a block any more that `take` has lent. Runs in any thread, and inside a collection."""
+        if self._seen_by:
+            self._returned.add(number)
+            return
+        self._lent.pop(number, None)
+        if self._is_given_up:
+            self._remove_memory(number)
         self.release(number)
+
+    def before_fork(self) -> int:
+        """Reader: a child is about to see what is lent. Returns a descriptor that the child must keep open; -1: none."""
+        if not self._lent:
+            return -1
+        try:
+            ends, kept = os.pipe()
+        except OSError:  # no descriptor left: nobody will know when the child has gone
+            ends = kept = -1
+        self._seen_by.append((ends, set(self._lent)))
+        return kept
+
+    def _settle(self) -> None:
+        """Ends the loans that ended here and that no child sees any more."""
+        for entry in list(self._seen_by):
+            if entry[0] >= 0 and _has_ended(entry[0]):
+                self._seen_by.remove(entry)
+                os.close(entry[0])
+        seen = set[int]().union(*(blocks for _, blocks in self._seen_by))
+        for number in list(self._returned):
+            if number not in seen:
+                self._returned.discard(number)
+                self._lent.pop(number, None)
+                self.release(number)
+
+    def forget_loans(self) -> None:
+        """In a forked child: they are its parent's."""
+        while self._seen_by:
+            ends = self._seen_by.pop()[0]
+            if ends >= 0:
+                os.close(ends)
+        self._lent.clear()
+        self._returned.clear()
+
+    def give_up(self) -> None:
+        """Reader: nothing more will be taken. Only what is lent keeps its memory."""
+        self._is_given_up = True
+        for number in range(self.num_blocks):
+            self._remove_memory(number, self._lent.get(number, 0))
 
     def reset(self) -> None:
         """Reader: all blocks but those that are lent are free. Only while nobody writes."""
@@ -123,8 +203,9 @@ class Ring:
     def __del__(self, _close: Callable[[int], None] = os.close, _suppress: Any = suppress) -> None:
         # Defaults, since a module's own names may be gone when the interpreter ends.
         if hasattr(self, "_fd"):
-            with _suppress(OSError):
-                _close(self._fd)
+            for fd in (self._fd, *(ends for ends, _ in self._seen_by if ends >= 0)):
+                with _suppress(OSError):
+                    _close(fd)
 
 
 class _Loan:
@@ -139,6 +220,13 @@ class _Loan:
     def __del__(self, _getpid: Callable[[], int] = os.getpid) -> None:
         if self._pid == _getpid():  # a forked process has a copy of this object; the block is its parent's
             self._ring.return_loan(self._number)
+
+
+def _has_ended(pipe: int) -> bool:
+    """Whether all processes that hold a pipe's writing end have gone."""
+    poller = select.poll()
+    poller.register(pipe, 0)
+    return bool(poller.poll(0))
 
 
 def _order_memory() -> None:
@@ -170,7 +258,10 @@ def make_ring(num_blocks: int, capacity: int, num_lent: int) -> Ring | None:
 
     A limit on address space or on the size of files may allow smaller blocks only.
     """
-    for size in (capacity, capacity // 16):
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    for size in (capacity, capacity // 16, capacity // 256):
+        if limit != resource.RLIM_INFINITY and num_blocks * size > limit * _SHARE_OF_SPACE:
+            continue
         with suppress(OSError, ValueError):
             return Ring(num_blocks, size, num_lent)
     return None

@@ -267,6 +267,49 @@ def test_kept_batches_use_memory_only(options: dict[str, int]) -> None:
     theirs.close()
 
 
+@pytest.mark.parametrize("num_children", [1, 2])
+def test_what_a_forked_child_sees_stays_as_it_was(num_children: int) -> None:
+    """Also once its parent has let go of the batch and received many others; after that the block is used again."""
+    ours, theirs = channel_pair(num_blocks=2)
+    theirs.send(batch(200_000, 7))
+    kept = ours.recv(5)
+    reading, writing = os.pipe()
+    children = []
+    for _ in range(num_children):
+        child = os.fork()
+        if not child:
+            os.close(writing)
+            os.read(reading, 1)  # until the parent has closed its end
+            os._exit(0 if (kept["x"] == 7).all() else 1)
+        children.append(child)
+    del kept
+    gc.collect()
+    for value in range(20):
+        theirs.send(batch(200_000, value))
+        assert (ours.recv(5)["x"] == value).all()
+    before = open_fds()
+    os.close(writing)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * num_children
+    theirs.send(batch(200_000, 1))
+    ours.recv(5)
+    assert open_fds() == before - 1 - num_children
+    gc.collect()
+    ring = ours._rings[1]
+    assert ring is not None and all(map(ring.is_free, range(ring.num_blocks)))
+    os.close(reading)
+
+
+def test_a_limit_on_the_size_of_files_leaves_the_socket() -> None:
+    child = os.fork()
+    if not child:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        ours, theirs = channel_pair(num_blocks=2)
+        sender = threading.Thread(target=theirs.send, args=(batch(400_000, 3), 20))
+        sender.start()
+        os._exit(0 if (ours.recv(20)["x"] == 3).all() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_a_mapped_batch_is_private_to_its_receiver() -> None:
     ours, theirs = channel_pair(map_from=0, inline_limit=0)
     sent = batch(80_000)

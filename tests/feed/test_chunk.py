@@ -270,6 +270,44 @@ def test_a_forked_process_gives_nothing_back() -> None:
     assert not ring.is_free(0) and (lent == 3).all()
 
 
+def memory_of(ring: Ring) -> int:
+    """Bytes that a ring's pages take, in whichever process they are mapped."""
+    return 512 * os.fstat(ring.fd).st_blocks
+
+
+def test_a_busy_moment_does_not_keep_memory_for_good() -> None:
+    large = 32 << 20
+    ring = Ring(12, large, num_lent=12)
+    numbers = [ring.claim(large) for _ in range(11)]
+    for number in numbers:
+        assert number is not None
+        ring.block(number, large)[:] = 1
+    assert memory_of(ring) >= 11 * large
+    lent = [ring.take(number, large) for number in numbers[:2] if number is not None]
+    for number in numbers[2:]:
+        assert number is not None
+        ring.release(number)
+    lent.append(ring.take(filled(ring, 5), BIG))
+    assert memory_of(ring) <= 10 * large + BIG  # 3 blocks are in use: free ones keep as much, and 128 MiB
+    assert (lent[0] == 1).all() and (lent[1] == 1).all()
+    lent[:2] = []
+    lent.append(ring.take(filled(ring, 5), BIG))
+    assert memory_of(ring) <= 8 * large + BIG
+    assert all((array == 5).all() for array in lent)
+    lent.clear()
+    kept = [ring.take(filled(ring, number), BIG) for number in range(3)]
+    ring.give_up()
+    assert memory_of(ring) <= 3 * BIG + 4096 and all((array == number).all() for number, array in enumerate(kept))
+    kept.clear()
+    assert memory_of(ring) <= 4096
+
+
+def test_a_limit_on_address_space_leaves_most_of_it_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4 << 30, 4 << 30))
+    ring = make_ring(100, 64 << 20, 1)
+    assert ring is not None and 100 * ring.capacity <= (4 << 30) // 32
+
+
 def test_a_ring_makes_do_with_small_blocks_where_memory_is_limited() -> None:
     child = os.fork()
     if not child:

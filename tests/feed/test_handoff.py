@@ -233,6 +233,8 @@ def test_containers_classes_and_identity(there_and_back: Any) -> None:
         np.arange(3, dtype=">i4"),
         np.arange(3).astype(np.float16),
         np.zeros(2, [("a", "i4", (2,))]),
+        np.array([(1, "2020-01-01")], [("a", "i4"), ("b", "M8[D]")]),
+        np.zeros(2, [("a", [("b", "m8[s]", (2,))])]),
         np.ma.masked_array([1, 2], [True, False]),
     ],
     ids=lambda a: f"{a.dtype}-{a.shape}",
