@@ -98,7 +98,7 @@ class Assembler:
         if emission.plan.idle:
             return None if self.config.tail == "skip" else [self._filler()]
         lengths = [measure.length for measure in emission.measures]
-        self._cheapest = emission.samples[lengths.index(min(lengths))]
+        self._cheapest = own_copy(emission.samples[lengths.index(min(lengths))])
         self._has_cheapest = True
         return emission.samples
 
@@ -147,7 +147,7 @@ class Assembler:
                 "this rank has to run a step without a sample of its own and never had one: give it data, or give "
                 "filler_fn=... (() -> a processed sample), or tail='drop'"
             )
-        return self._cheapest
+        return own_copy(self._cheapest)
 
     def _check(self, batch: Any, plan: StepPlan) -> None:
         labels = _field(batch, "labels")
@@ -198,7 +198,7 @@ class Assembler:
         if self.config.layout == "packed":
             return self.collate(_full_rows(sample, measure_length, self.config))
         rows, width = probe_shape(self.config.token_budget, measure_length)
-        return pad_batch(self.collate([sample] * rows), rows, width, self.ignore_index)
+        return pad_batch(self.collate([own_copy(sample) for _ in range(rows)]), rows, width, self.ignore_index)
 
 
 def _packed_bound(config: PlanConfig, emission: Emission) -> str:
@@ -228,7 +228,20 @@ def _full_rows(sample: Any, length: int, config: PlanConfig) -> list[Any]:
         rest = pieces(sample, length, capacity % length)[:1] if capacity % length else []
     except MeasureError:  # what can't be cut leaves the row that much short
         rest = []
-    return (row + rest or [sample]) * config.rows_per_batch
+    return [own_copy(one) for _ in range(config.rows_per_batch) for one in row + rest or [sample]]
+
+
+def own_copy(sample: Any) -> Any:
+    """A sample that may be given to `collate_fn` once more: collators take keys out of samples, and write into tensors."""
+    if not isinstance(sample, dict):
+        return copy(sample)
+    out = copy(sample)
+    for key, value in sample.items():
+        if isinstance(value, torch.Tensor):
+            out[key] = value.clone()
+        elif isinstance(value, (np.ndarray, list, dict)):
+            out[key] = copy(value)
+    return out
 
 
 def _no_sample() -> None:
