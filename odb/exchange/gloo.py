@@ -115,9 +115,7 @@ class GlooExchange:
             group = _build_group(address, tick)
         except BaseException as error:
             if isinstance(error, ExchangeError) and error is not monitor.error:
-                # A rank that comes later must not wait for this one.
-                with suppress(ExchangeError):
-                    monitor.submit(partial(monitor.pass_on, error), _STORE_LIMIT_S)
+                _tell_those_who_come_later(monitor, error)
             monitor.stop(_STORE_LIMIT_S)
             del store, client
             _forget_frames(error)  # whoever keeps the error would keep the connection
@@ -288,6 +286,15 @@ class GlooExchange:
                 work.wait(timedelta(seconds=2))
         if work is not None and not work.is_completed():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # stays until the process ends, rather than hang in it
+
+
+def _tell_those_who_come_later(monitor: Monitor, error: ExchangeError) -> None:
+    """They must not wait for a rank that gave up. What names no other rank is this one's own failure."""
+    with suppress(ExchangeError):
+        if error.ranks:
+            monitor.submit(partial(monitor.pass_on, error), _STORE_LIMIT_S)
+        else:
+            monitor.publish(FAILED, f"{type(error).__name__}: {error}", (), _STORE_LIMIT_S)
 
 
 def _forget_frames(error: BaseException) -> None:

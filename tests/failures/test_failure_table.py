@@ -27,7 +27,7 @@ ON_THREE = (
 SLOW = ("all of rank 0 stopped",)
 METHODS = ("fork", "spawn", "forkserver", "inline")
 #: How long processes may take to start that have to import everything, before their time limits begin.
-STARTS_S = {"spawn": 8.0, "forkserver": 8.0}
+STARTS_S = {"spawn": 20.0, "forkserver": 20.0}
 
 
 @pytest.fixture(scope="module")
