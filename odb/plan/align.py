@@ -40,13 +40,12 @@ _ALIKE = 5
 #: Of the groups that every rank can fill, half leave: those that fit the round's common costs best. What stays makes the
 #: next window denser where samples are rare. While windows still grow and are poor, a quarter leaves; and where the
 #: shared order runs out, next to nothing until all of it is seen: then what is left is planned at once.
-_PART = 1 / 2
-_PART_EARLY = 1 / 4
-_PART_LATE = 1 / 64
 #: Few ranks wait little for one another, so they must not wait for samples either: windows that grow while half of them
-#: leaves need workers three times as fast as the steps, with a quarter five times. More than half would let long samples
-#: go first. Late on, a quarter costs hardly a step.
-_FEW_RANKS = {"early": (4, _PART), "late": (8, 1 / 4)}
+#: leave need workers three times as fast as the steps, with a quarter five times. Once they are grown two fifths leave:
+#: with half, the epoch's first batches have samples some per cent longer than the last ones have. Late on, a quarter costs
+#: hardly a step. The most ranks that it is meant for, and the part.
+_FEW_RANKS = {"early": (4, 1 / 2), "grown": (4, 2 / 5), "late": (8, 1 / 4)}
+_MANY_RANKS = {"early": 1 / 4, "grown": 1 / 2, "late": 1 / 64}
 
 #: Optimizer steps that a rank must be able to fill for anything to leave while the last keys are granted.
 _FEW = 4
@@ -247,11 +246,9 @@ def _odb_steps(config: PlanConfig, table: _Windows) -> tuple[int, bool]:
 
 def _part(table: _Windows) -> float:
     """Which part of the groups leaves in this round."""
-    if not (table.is_late or table.is_early):
-        return _PART
-    most, few = _FEW_RANKS["late" if table.is_late else "early"]
-    many = _PART_LATE if table.is_late else _PART_EARLY
-    return few if len(table.held) <= most else many
+    phase = "late" if table.is_late else "early" if table.is_early else "grown"
+    most, few = _FEW_RANKS[phase]
+    return few if len(table.held) <= most else _MANY_RANKS[phase]
 
 
 def _common_caps(table: _Windows, num_steps: int) -> I64:

@@ -138,7 +138,7 @@ def raise_in_collate() -> None:
 
 
 def forbid_large_files() -> None:
-    """As where memory for a batch is refused: the batch that comes next can't be written."""
+    """From now on memory of its own is refused to a batch (`ulimit -f`)."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -492,9 +492,9 @@ FAILURES: dict[str, Failure] = {
         limit_s=TIMEOUT_S + 4,
         before=no_descriptors_from_the_start,
     ),
-    "memory for a batch refused": Failure(
-        Sees(("OSError",), ("File too large",)),
-        Sees(("PeerFailedError",), ("rank {c}", "File too large")),
+    "large files forbidden meanwhile": Failure(  # bodies take the way through the socket then
+        FINE,
+        FINE,
         collate="memory",
         before=small_blocks,
         length=LARGE,

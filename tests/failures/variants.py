@@ -78,8 +78,8 @@ VARIANTS: list[tuple[str, int, str]] = [
     ("killed while its loader starts; rank=0", 2, "forkserver"),
     ("killed while its loader starts; rank=0; late_s=1.0", 2, "fork"),
     ("killed while its loader starts; late_s=1.0", 2, "fork"),
-    ("memory for a batch refused; collate_workers=2; number=3", 2, "fork"),
-    ("memory for a batch refused; rank=0; number=3", 2, "fork"),
+    ("large files forbidden meanwhile; collate_workers=2; number=3", 2, "fork"),
+    ("large files forbidden meanwhile; rank=0; number=3", 2, "fork"),
     ("no descriptors from the start; rank=0", 2, "fork"),
     ("no descriptors from the start; rank=0", 2, "inline"),
     ("process that collates killed; rank=0; number=0", 2, "spawn"),
@@ -121,7 +121,7 @@ VARIANTS: list[tuple[str, int, str]] = [
 #: Those that were wrong once; few, as each takes seconds.
 ONCE_WRONG: list[tuple[str, int, str]] = [
     ("Ctrl-C on one rank", 2, "inline"),
-    ("memory for a batch refused; collate_workers=2; number=3", 2, "fork"),
+    ("large files forbidden meanwhile; collate_workers=2; number=3", 2, "fork"),
     ("no descriptors from the start; rank=0", 2, "inline"),
     ("store unreachable", 2, "inline"),
     ("training process out of descriptors; rank=0", 2, "fork"),

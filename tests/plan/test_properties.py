@@ -202,8 +202,8 @@ def test_hardly_a_sample_is_carried_longer_than_allowed_where_shards_are_alike(g
         parts = [make_measures(rng.integers(1, 100, 600), range(r * 600, r * 600 + 600)) for r in range(3)]
         config = make_config(400, max_age=2, max_held_tokens=16 * 400, grad_accum_steps=grad_accum_steps)
         ages = [state.age for states in drive_epoch(config, parts).states for state in states]
-        # Half of a window leaves in a round, so that overdue samples need up to two rounds more to leave.
-        assert max(int(age.max(initial=0)) for age in ages) in (2, 3, 4)
+        # Two fifths of a window leave in a round, so that overdue samples need up to three rounds more to leave.
+        assert max(int(age.max(initial=0)) for age in ages) in (2, 3, 4, 5)
 
 
 @few(40)

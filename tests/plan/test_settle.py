@@ -57,7 +57,8 @@ def test_the_published_target(groups: list[int], held: list[int], cap: int, expe
 
 
 def test_ranks_that_are_alike_carry_their_worst_groups() -> None:
-    assert steps([report(69), report(68), report(67)]) == (33, False)  # half of 66
+    assert steps([report(69), report(68), report(67)]) == (27, False)  # two fifths of 66
+    assert steps([report(n) for n in (69, 68, 67, 69, 69)]) == (33, False)  # of more than four ranks, half
     assert steps([report(1), report(1)]) == (1, False)
 
 
@@ -70,8 +71,8 @@ def test_a_rank_of_shorter_samples_is_split_to_drain_with_the_others() -> None:
 def test_windows_that_differ_by_chance_are_carried_not_split() -> None:
     one = report(20, observed_samples=100, observed_tokens=5000)
     two = report(14, observed_samples=100, observed_tokens=4600)
-    assert steps([one, two]) == (7, False)  # half of 13, rounded up
-    assert steps([one, replace(two, num_groups=5)]) == (5, False)  # half of 10: of half of what the largest holds
+    assert steps([one, two]) == (6, False)  # two fifths of 13, rounded up
+    assert steps([one, replace(two, num_groups=5)]) == (4, False)  # of 10: of half of what the largest holds
 
 
 def test_a_running_rank_is_not_idle_while_it_can_have_more() -> None:
@@ -95,7 +96,7 @@ def test_all_drained_is_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "expected"), [([15, 15], 4), ([17, 17], 8), ([3, 3], 4)], ids=["down", "whole", "up"]
+    ("groups", "expected"), [([16, 16], 4), ([21, 21], 8), ([3, 3], 4)], ids=["down", "whole", "up"]
 )
 def test_rounds_hold_whole_accumulation_windows(groups: list[int], expected: int) -> None:
     assert steps([report(g) for g in groups], grad_accum_steps=4) == (expected, False)
@@ -219,7 +220,7 @@ def test_a_table_says_what_its_reports_say() -> None:
 
 def test_ranks_that_are_alike_get_common_caps() -> None:
     low, high = tuple(range(10, 90, 10)), tuple(range(30, 110, 10))
-    reports = (report(16, cost_quantiles=low), report(16, cost_quantiles=high))
+    reports = (report(21, cost_quantiles=low), report(21, cost_quantiles=high))
     caps = settle(make_config(100), reports).caps
     assert len(caps) == 8 and caps.tolist() == list(range(90, 10, -10))  # the mean of both, falling
     long = report(16, observed_samples=10, observed_tokens=5000, cost_quantiles=low)
