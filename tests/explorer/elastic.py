@@ -17,7 +17,7 @@ from odb.plan import grants
 from odb.plan import round as rounds
 from odb.plan.types import I64, Agreement, Measures, Outcome, Plan, PlanConfig, Room, RoundState
 
-_MAX_ROUNDS = 200
+_MAX_ROUNDS = 2000
 
 
 @dataclass
