@@ -121,9 +121,7 @@ VARIANTS: list[tuple[str, int, str]] = [
 #: Those that were wrong once; few, as each takes seconds.
 ONCE_WRONG: list[tuple[str, int, str]] = [
     ("Ctrl-C on one rank", 2, "inline"),
-    ("large files forbidden meanwhile; collate_workers=2; number=3", 2, "fork"),
     ("no descriptors from the start; rank=0", 2, "inline"),
     ("store unreachable", 2, "inline"),
-    ("training process out of descriptors; rank=0", 2, "fork"),
     ("worker killed", 2, "forkserver"),
 ]

@@ -26,7 +26,7 @@ from odb.feed.supervise import ChildWatch, at_exit, can_use_signal, describe_exi
 from odb.testing import LengthsDataset
 
 TRAINING = Path(__file__).with_name("training.py")
-METHODS = ["fork", "spawn", "forkserver"]
+METHODS = ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.soak)]  # much as spawn, and as slow
 
 NUM_WORKERS = {"fork": "2", "spawn": "1", "forkserver": "2"}  # each spawned process takes seconds to import PyTorch
 

@@ -101,7 +101,7 @@ def test_random_unequal_shards_lose_nothing() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.soak)])
 def test_every_start_method_aligns_the_ranks(method: str, world_size: int) -> None:
     spec = shards([39, 71][:world_size], 12, seed=4, options={"multiprocessing_context": method, "window": 16})
     started = checked(ranks.values(world_size, iterate, spec), spec)

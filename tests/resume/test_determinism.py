@@ -36,7 +36,7 @@ def test_number_of_workers_and_their_speed(whole: Any, num_workers: int) -> None
     assert chain(0, 1, spec, ()) == whole
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.soak), "spawn"])
 def test_start_methods_also_after_a_resume(whole: Any, method: str) -> None:
     with SPEC.loader(0, 1) as loader:
         head = prints(loader, 7)
