@@ -27,9 +27,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "on_oversize": ("alone", "error", "skip", "truncate", "split"),
 }
 
-#: Values that the contract names and this version doesn't have yet: refused in words of their own.
-PLANNED: dict[str, dict[str, str]] = {}
-
 _AUTO_BUDGETS_HELD = 64  # a window of 64 full groups: the gain of larger ones is small (docs/concepts.md)
 _AUTO_WINDOW = 8192
 _AUTO_HELD_BYTES = 1 << 30
@@ -279,11 +276,6 @@ class polynomial_cost:  # used like a function
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value in allowed:
         return
-    planned = PLANNED.get(name, {}).get(value) if isinstance(value, str) else None
-    if planned:
-        raise ConfigError(
-            f"{name}={value!r} belongs to {planned}, which this version does not have; use one of {allowed}"
-        )
     hint = _closest(str(value), allowed)
     raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 

@@ -70,13 +70,16 @@ def _is_settings(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(part, str) for pair in value.items() for part in pair)
 
 
+#: Numbers of `RoundState` that say how far a shared order was granted and used.
+_LEDGER = ("num_keys", "next_key", "num_granted", "num_drawn")
+
+
 def _is_ledger(value: Any) -> bool:
     """None where shares are fixed."""
-    numbers = ("num_keys", "next_key", "num_granted", "num_drawn")
     return value is None or (
         isinstance(value, dict)
-        and value.keys() == {*numbers, "waiting"}
-        and all(_is_count(value[name]) for name in numbers)
+        and value.keys() == {*_LEDGER, "waiting"}
+        and all(_is_count(value[name]) for name in _LEDGER)
         and _is_list(value["waiting"], lambda block: _is_list(block, _is_count) and len(block) == 2)
     )
 
@@ -202,26 +205,15 @@ def _ledger_fields(point: ResumePoint) -> dict[str, Any] | None:
     state = point.state
     if state.num_keys < 0:
         return None
-    return {
-        "num_keys": state.num_keys,
-        "next_key": state.next_key,
-        "num_granted": state.num_granted,
-        "num_drawn": state.num_drawn,
-        "waiting": [list(block) for block in point.waiting],
-    }
+    numbers = {name: getattr(state, name) for name in _LEDGER}
+    return numbers | {"waiting": [list(block) for block in point.waiting]}
 
 
 def _with_ledger(point: ResumePoint, fields: dict[str, Any] | None) -> ResumePoint:
     if fields is None:
         return point
     blocks = tuple((int(first), int(end)) for first, end in fields["waiting"])
-    state = replace(
-        point.state,
-        num_keys=fields["num_keys"],
-        next_key=fields["next_key"],
-        num_granted=fields["num_granted"],
-        num_drawn=fields["num_drawn"],
-    )
+    state = replace(point.state, **{name: fields[name] for name in _LEDGER})
     return replace(point, state=state, waiting=blocks)
 
 

@@ -16,9 +16,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 import odb
 from odb.metrics import LoaderStats
-from odb.testing import LengthsDataset, Seen, collate, record, seen
+from odb.testing import LengthsDataset, Seen, collate, fingerprint, record, seen
 
 VOCABULARY = 97
+Prints = list[dict[str, str]]
+
+
+def prints(loader: odb.ODBDataLoader, num_steps: int | None = None) -> Prints:
+    """Every bit of a pass, or of its first steps."""
+    out: Prints = []
+    if num_steps == 0:
+        return out
+    for batch, info in loader.steps():
+        out.append(fingerprint(batch) | {"info": repr(info)})
+        if len(out) == num_steps:
+            break
+    return out
 
 
 @dataclass(frozen=True)

@@ -394,11 +394,14 @@ def close_inherited(keep: tuple[Channel, ...] = ()) -> None:
 _kept_by_child: list[int] = []  # during a fork: descriptors whose end will tell that the child has gone
 
 
+def _lending_rings() -> list[Ring]:
+    return [ring for end in list(_live_ends) if (ring := end._rings[1]) is not None]
+
+
 def _before_fork() -> None:
     if _handed_over:  # our own processes never look at what this one holds
         return
-    rings = [end._rings[1] for end in list(_live_ends)]
-    _kept_by_child.extend(fd for ring in rings if ring is not None and (fd := ring.before_fork()) >= 0)
+    _kept_by_child.extend(fd for ring in _lending_rings() if (fd := ring.before_fork()) >= 0)
 
 
 def _after_fork_in_parent() -> None:
@@ -408,9 +411,8 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     _kept_by_child.clear()
-    for ring in [end._rings[1] for end in list(_live_ends)]:
-        if ring is not None:
-            ring.forget_loans()
+    for ring in _lending_rings():
+        ring.forget_loans()
     close_inherited(keep=tuple(_handed_over))
     _handed_over.clear()
 

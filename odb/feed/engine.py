@@ -384,8 +384,8 @@ class EpochJob:
         good = _measures(chunk)
         large = self._too_large(good)
         self._plain = good if len(good) == len(chunk) and not large.any() else None
-        by_id = dict(zip(good.ids.tolist(), large.tolist(), strict=True))
-        self._backlog = [(record, by_id.get(record.id, False)) for record in chunk]
+        large_ids = set(good.ids[large].tolist())
+        self._backlog = [(record, record.id in large_ids) for record in chunk]
         return True
 
     def _too_large(self, measures: Measures) -> np.ndarray[Any, Any]:

@@ -84,7 +84,7 @@ class Parcel:
             self._fd = _opened(place)
 
     def fetch(self) -> None:
-        """Takes the chunk out of the worker's block, which is free from then on. Copies memory, and little else."""
+        """Takes over the worker's block, or copies it (see `Ring.take`). Does little else."""
         if self._memory is None:
             self._memory = self._fetched()
 
@@ -184,11 +184,12 @@ class Packer:
         ring = self._rings[worker]
         layout, num_bytes = (len(body.head), len(body.sizes)), body.num_bytes
         place = self._placed(body, ring, Place(self._token, worker, num_bytes)) if ring is not None else None
+        size = size_of(records)
         if place is not None:
-            return Sent(layout, place, size_of(records))
+            return Sent(layout, place, size)
         fd = ring.fd if ring is not None and num_bytes > ring.capacity else -1
         place = Place(self._token, worker, num_bytes, -1, os.getpid(), fd)
-        return Sent(layout, place, size_of(records), b"".join(body.pieces()))
+        return Sent(layout, place, size, b"".join(body.pieces()))
 
     def _placed(self, body: Body, ring: Ring, place: Place) -> Place | None:
         self._take_back(ring)

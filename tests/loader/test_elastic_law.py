@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scenarios import log_normal
+from scenarios import log_normal, prints
 from threads import together
 from torch.utils.data import DistributedSampler
 
 import odb
 from odb import resume
 from odb.errors import ConfigError
-from odb.testing import Seen, assert_each_once, assert_steps_aligned, fingerprint, seen
+from odb.testing import Seen, assert_each_once, assert_steps_aligned, seen
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -28,17 +28,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "skips": {"on_oversize": "skip", "token_budget": 70},
     "small window": {"window": 5},
 }
-
-
-def prints(loader: odb.ODBDataLoader, num_steps: int | None = None) -> list[dict[str, str]]:
-    out: list[dict[str, str]] = []
-    if num_steps == 0:
-        return out
-    for batch, info in loader.steps():
-        out.append(fingerprint(batch) | {"info": repr(info)})
-        if len(out) == num_steps:
-            break
-    return out
 
 
 def in_parts(world_size: int, stops: tuple[int | None, ...], options: dict[str, Any], make_sampler: Any = None) -> Any:

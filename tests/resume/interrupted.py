@@ -7,30 +7,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from scenarios import Spec
+from scenarios import Prints, Spec, prints
 
-import odb
 from odb import resume
-from odb.testing import Seen, fingerprint, seen
-
-Prints = list[dict[str, str]]
+from odb.testing import Seen, seen
 
 
 def through_json(state: Any) -> Any:
     """The state as a file would give it back."""
     return json.loads(json.dumps(state))
-
-
-def prints(loader: odb.ODBDataLoader, num_steps: int | None = None) -> Prints:
-    """Every bit of a pass, or of its first steps."""
-    out: Prints = []
-    if num_steps == 0:
-        return out
-    for batch, info in loader.steps():
-        out.append(fingerprint(batch) | {"info": repr(info)})
-        if len(out) == num_steps:
-            break
-    return out
 
 
 def chain(
