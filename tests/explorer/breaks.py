@@ -18,7 +18,7 @@ from statespace import Bounds, Explorer, small_config
 
 from odb.errors import PeerFailedError
 from odb.feed.engine import EpochJob
-from odb.plan import align, group
+from odb.plan import align, group, pack, packed
 from odb.plan import round as rounds
 from odb.plan.types import Measures, PlanConfig, ReportTable, Room, Status, Verdict
 
@@ -179,6 +179,7 @@ def _any_dry_ends(original: Any) -> Callable[..., Any]:
 
 _A2 = {"grad_accum_steps": 2}
 _QUOTA = {"join": False, "sample_quota": 5}
+_PACKED = {"layout": "packed"}
 _AGE = {"max_age": 1, "max_steps_per_round": 1}
 
 BREAKS = {
@@ -258,6 +259,17 @@ BREAKS = {
         _before(lambda c, s, t: (replace(c, grad_accum_steps=1), s, t)),
         options=_QUOTA | _A2,
         window=4,
+    ),
+    "packed: a row takes one token too many": Break(packed, "row_capacity", _after(lambda n, *_: n + 1), options=_PACKED),
+    "packed: evened out without regard to the bounds": Break(
+        pack, "_keeps", _all(True), options=_PACKED | _A2, token_budget=6, window=5, most_samples=5
+    ),
+    "packed: what is overdue waits like any other": Break(
+        packed, "_overflow", _before(lambda c, p, g, n: (replace(c, max_age=99), p, g, n)), options=_PACKED | _AGE,
+        most_samples=4,
+    ),
+    "packed: a group's last sample is forgotten": Break(
+        packed, "choose", _after(lambda groups, *_: [g[: max(1, len(g) - 1)] for g in groups]), options=_PACKED,
     ),
     "loop: a rank that was left goes at once": Break(EpochJob, "steps", _leaves_at_once, "loops"),
     "loop: a peer's failure is swallowed": Break(EpochJob, "steps", _swallows, "loops"),

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from predicates import gives_nothing_up, rank_is_idle_only_with_nothing, rank_keeps_its_samples, require
+from predicates import (
+    gives_nothing_up,
+    keeps_the_bounds,
+    rank_is_idle_only_with_nothing,
+    rank_keeps_its_samples,
+    require,
+)
 
 from odb.plan import grants
 from odb.plan import round as rounds
@@ -100,8 +106,8 @@ def _check_rank(config: PlanConfig, lengths: I64, plan: Plan, outcome: Outcome) 
     rank_keeps_its_samples(config, plan, outcome)
     rank_is_idle_only_with_nothing(config, plan)
     for step in outcome.steps:
-        rows = lengths[step.ids]
-        require(len(rows) < 2 or len(rows) * int(rows.max()) <= config.token_budget, "budget", rows)
+        held = lengths[step.ids].tolist()
+        require(keeps_the_bounds(config, held), "budget", held)
     if not outcome.ended:
         require(len(outcome.steps) % config.grad_accum_steps == 0, "no accumulation window crosses a round")
 

@@ -24,7 +24,7 @@ from itertools import combinations_with_replacement, product
 from typing import Any
 
 import numpy as np
-from predicates import gives_nothing_up, require
+from predicates import gives_nothing_up, keeps_the_bounds, require
 
 from odb.errors import PeerFailedError
 from odb.feed.engine import Emission, EpochJob, PeersClosed
@@ -265,8 +265,7 @@ def _check_emission(world: World, rank: int, item: Emission) -> None:
     ids = item.plan.ids.tolist()
     require(item.samples == [("sample", i) for i in ids], "a step carries the samples that it names", item)
     rows = [world.shards[rank][i] for i in ids]
-    over = len(rows) > 1 and len(rows) * max(rows) > world.config.token_budget
-    require(not over, "budget", rows)
+    require(keeps_the_bounds(world.config, rows), "budget", rows)
 
 
 def _results(traces: list[Trace], waiting: list[int], sees_it_late: tuple[int, ...]) -> dict[int, Result]:

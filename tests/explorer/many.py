@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from predicates import gives_nothing_up, require
+from predicates import gives_nothing_up, keeps_the_bounds, require
 
 from odb.plan import round as rounds
 from odb.plan.types import I64, Measures, Outcome, PlanConfig, Room, RoundState
@@ -79,10 +79,9 @@ def _check_round(config: PlanConfig, lengths: list[I64], outcomes: list[Outcome]
     held = emitted = 0
     for own, outcome in zip(lengths, outcomes, strict=True):
         for step in outcome.steps:
-            rows = own[step.ids]
-            fits = len(rows) < 2 or len(rows) * int(rows.max()) <= config.token_budget
-            require(fits and len(rows) <= (config.max_samples or len(rows)), "budget", rows)
-            emitted += len(rows)
+            held = own[step.ids].tolist()
+            require(keeps_the_bounds(config, held), "budget", held)
+            emitted += len(held)
         held += len(outcome.state.window)
     require(sum(step.all_samples for step in outcomes[0].steps) == emitted, "totals")
     if gives_nothing_up(config) and held:

@@ -1,7 +1,8 @@
 """What the guarantees say of one round, as predicates. They are written from docs/protocol.md: none calls the code under
 test, and each computes costs, counts and ends by itself.
 
-`tokens` of a group here is rows x longest row: the explorer runs the default cost without padding to multiples.
+What a group costs here is its rows x the longest row: the explorer runs the default cost without padding to multiples.
+A row is a sample, in the packed layout what follows each other in the group's order and fits.
 """
 
 from __future__ import annotations
@@ -55,16 +56,42 @@ def rank_keeps_its_samples(config: PlanConfig, plan: Plan, outcome: Outcome) -> 
         require(first, "no deferral for ever: overdue samples leave first", overdue, emitted, stays)
 
 
+def rows_of(config: PlanConfig, lengths: Sequence[int]) -> list[list[int]]:
+    """The rows of a group: each sample, or, packed, as many samples one after the other as a row takes."""
+    if config.layout == "padded":
+        return [[n] for n in lengths]
+    capacity = config.token_budget // config.rows_per_batch
+    rows: list[list[int]] = []
+    for n in lengths:
+        if rows and sum(rows[-1]) + n <= capacity and len(rows[-1]) < (config.max_samples or len(lengths)):
+            rows[-1].append(n)
+        else:
+            rows.append([n])
+    return rows
+
+
+def cost_of(config: PlanConfig, lengths: Sequence[int]) -> int:
+    """Of a group in its order."""
+    rows = rows_of(config, lengths)
+    return len(rows) * max(map(sum, rows), default=0)
+
+
+def keeps_the_bounds(config: PlanConfig, lengths: Sequence[int]) -> bool:
+    """Whether samples may be one group."""
+    if len(lengths) < 2:
+        return True
+    bound = config.rows_per_batch if config.layout == "packed" else config.max_samples
+    return cost_of(config, lengths) <= config.token_budget and len(rows_of(config, lengths)) <= (bound or len(lengths))
+
+
 def rank_keeps_the_budget(config: PlanConfig, plan: Plan, outcome: Outcome) -> None:
     """The budget, the bound on rows, and that a step says what it holds."""
     length = dict(zip(plan.proposal.window.ids.tolist(), plan.proposal.window.length.tolist(), strict=True))
     for step in outcome.steps:
-        rows = [length[i] for i in step.ids.tolist()]
-        require(step.idle == (not rows) and step.rows == len(rows) == step.local_samples, "steps tell the truth", step)
-        require(step.local_tokens == sum(rows), "steps tell the truth: tokens", step)
-        if len(rows) > 1:
-            require(len(rows) * max(rows) <= config.token_budget, "budget", rows)
-            require(len(rows) <= (config.max_samples or len(rows)), "budget: rows", rows)
+        held = [length[i] for i in step.ids.tolist()]
+        told = step.idle, step.rows, step.local_samples, step.local_tokens
+        require(told == (not held, len(rows_of(config, held)), len(held), sum(held)), "steps tell the truth", step)
+        require(keeps_the_bounds(config, held), "budget", held)
 
 
 def rank_is_idle_only_with_nothing(config: PlanConfig, plan: Plan) -> None:
@@ -96,11 +123,11 @@ def target_can_be_filled(config: PlanConfig, plans: Sequence[Plan]) -> None:
             require(plans[0].agreement.num_steps <= most, "the target can be filled by whoever goes on", report)
 
 
-def order_in_time(plan: Plan) -> tuple[int, ...]:
+def order_in_time(config: PlanConfig, plan: Plan) -> tuple[int, ...]:
     """Which of the rank's groups, counted from the most expensive, runs at each step where no rank is idle."""
     length, ids = plan.proposal.window.length, plan.proposal.window.ids
     real = [group for group in plan.groups if len(group)]
-    key = [(-len(group) * int(length[group].max()), int(ids[group[0]])) for group in real]
+    key = [(-cost_of(config, length[group].tolist()), int(ids[group[0]])) for group in real]
     rank = {k: i for i, k in enumerate(sorted(key))}
     return tuple(rank[k] for k in key)
 
@@ -114,7 +141,7 @@ def ranks_do_the_same(config: PlanConfig, plans: Sequence[Plan], outcomes: Seque
     }  # fmt: skip
     require(len(shared) == 1, "step alignment", shared)
     num_full = min(sum(len(group) > 0 for group in plan.groups) for plan in plans)
-    orders = {order_in_time(plan)[:num_full] for plan in plans}
+    orders = {order_in_time(config, plan)[:num_full] for plan in plans}
     require(len(orders) == 1, "equal costs meet: one permutation", orders)
     steps, accum = outcomes[0].steps, config.grad_accum_steps
     most = -(-config.max_steps_per_round // accum) * accum
@@ -172,9 +199,10 @@ def end_is_right(config: PlanConfig, plans: Sequence[Plan], outcomes: Sequence[O
     elif ended and gives_nothing_up(config):
         require(all(dry), "the end waits for every source", dry)
     elif ended and config.drop_last:
-        # The tight rank has at most one group left, and that could take one more of its longest.
+        # The tight rank has at most one group left, and that could take one more: of its longest, a row of its shortest.
+        one_of = min if config.layout == "packed" else max
         rest = [_dropped(plan, outcome) for plan, outcome in zip(plans, outcomes, strict=True)]
-        spent = [d and (not r or _fits(config, [*r, max(r)])) for d, r in zip(dry, rest, strict=True)]
+        spent = [d and (not r or keeps_the_bounds(config, [*r, one_of(r)])) for d, r in zip(dry, rest, strict=True)]
         require(any(spent) or (accum > 1 and any(dry)), "drop_last ends with a rank's complete groups", rest)
     elif ended:
         least = min((len(o.dropped_ids) for d, o in zip(dry, outcomes, strict=True) if d), default=99)
@@ -186,10 +214,6 @@ def _dropped(plan: Plan, outcome: Outcome) -> list[int]:
     gone = set(outcome.dropped_ids.tolist())
     window = plan.proposal.window
     return [n for i, n in zip(window.ids.tolist(), window.length.tolist(), strict=True) if i in gone]
-
-
-def _fits(config: PlanConfig, rows: list[int]) -> bool:
-    return len(rows) * max(rows) <= config.token_budget and len(rows) <= (config.max_samples or len(rows))
 
 
 def verdict_on_closing(agreement: Agreement, closed: tuple[int, ...], world_size: int) -> None:

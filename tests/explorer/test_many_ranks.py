@@ -26,7 +26,7 @@ def configs(draw: Any) -> PlanConfig:
         max_held_tokens=token_budget * draw(st.sampled_from([2, 16, 64])),
         max_steps_per_round=draw(st.sampled_from([4, 64, 1000])),
         max_samples=draw(st.sampled_from([None, None, 16])),
-        policy=draw(st.sampled_from(["odb", "odb", "published"])),
+        **draw(st.sampled_from([{}, {}, {"policy": "published"}, {"layout": "packed"}])),
         tail=draw(st.sampled_from(["filler", "skip", "drop"])),
         accum_tail=draw(st.sampled_from(["short", "fill"])),
         grad_accum_steps=draw(st.sampled_from([1, 2, 4])),
