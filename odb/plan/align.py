@@ -55,11 +55,8 @@ _FEW = 4
 class _Windows:
     """What ranks hold, by column. All arrays shape (W,)."""
 
-    held: I64
-    groups: I64
-    mean_length: npt.NDArray[np.float64]  # tokens of a sample, over all that a rank observed in this epoch
+    table: ReportTable
     running: npt.NDArray[np.bool_]  # may get more samples
-    cost_quantiles: I64  # (W, NUM_QUANTILES)
     is_elastic: bool
     is_early: bool  # windows still grow from round to round
     is_late: bool  # elastic: what is not yet observed can't fill the windows any more
@@ -77,17 +74,28 @@ class _Windows:
             mean = table.observed_tokens.sum() / max(1, used)
             unseen = (table.num_keys[0] - used) * mean
             is_late = bool(table.held_tokens.sum() + unseen < len(table) * config.max_held_tokens)
-        return cls(
-            table.num_held,
-            table.num_groups,
-            table.observed_tokens / np.maximum(1, table.observed_samples),
-            running,
-            table.cost_quantiles,
-            is_elastic,
-            token_target(config, int(table.round[0])) < config.max_held_tokens,
-            is_late,
-            bool(granted.any()),
+        is_early = token_target(config, int(table.round[0])) < config.max_held_tokens
+        return cls(table, running, is_elastic, is_early, is_late, bool(granted.any()))
+
+    @property
+    def held(self) -> I64:
+        return self.table.num_held
+
+    @property
+    def groups(self) -> I64:
+        return self.table.num_groups
+
+    @property
+    def cost_quantiles(self) -> I64:
+        """(W, NUM_QUANTILES)."""
+        return self.table.cost_quantiles
+
+    def mean_length(self, ranks: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+        """Tokens of a sample, over all that each of these ranks observed in this epoch."""
+        mean: npt.NDArray[np.float64] = self.table.observed_tokens[ranks] / np.maximum(
+            1, self.table.observed_samples[ranks]
         )
+        return mean
 
 
 def token_target(config: PlanConfig, round_: int) -> int:
@@ -265,10 +273,11 @@ def _common_caps(table: _Windows, num_steps: int) -> I64:
 
 
 def _alike(table: _Windows, ranks: npt.NDArray[np.bool_]) -> bool:
-    groups, mean = table.groups[ranks], table.mean_length[ranks]
-    same_groups = groups.min() >= groups.max() - groups.max() // _ALIKE
-    same_lengths = mean.min() * _ALIKE >= mean.max() * (_ALIKE - 1)
-    return bool(same_groups or same_lengths)
+    groups = table.groups[ranks]
+    if groups.min() >= groups.max() - groups.max() // _ALIKE:
+        return True
+    mean = table.mean_length(ranks)
+    return bool(mean.min() * _ALIKE >= mean.max() * (_ALIKE - 1))
 
 
 def _steps_without_idle(config: PlanConfig, table: _Windows, steps: int) -> tuple[int, bool]:

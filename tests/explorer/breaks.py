@@ -38,17 +38,17 @@ class Break:
     most_samples: int = 3
     options: dict[str, Any] = field(default_factory=dict)
 
-    def explore(self, is_broken: bool) -> None:
+    def explore(self, is_broken: bool, explorer: type[Explorer] = Explorer) -> None:
         """Runs the slice, with the break in force or, as a control, without it."""
         if not is_broken:
-            return self._slice()
+            return self._slice(explorer)
         with mock.patch.object(self.owner, self.name, self.by(getattr(self.owner, self.name))):
-            self._slice()
+            self._slice(explorer)
 
-    def _slice(self) -> None:
+    def _slice(self, explorer: type[Explorer]) -> None:
         config = small_config(self.token_budget, self.window, **self.options)
         if self.driver == "space":
-            Explorer(config, Bounds(2, self.most_samples, (1, 2, 3))).run()
+            explorer(config, Bounds(2, self.most_samples, (1, 2, 3))).run()
         else:
             every = Loops()
             for world in small_worlds(config, 2, 2, (1, 3)):

@@ -24,8 +24,8 @@ what was drawn.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, combinations, combinations_with_replacement, groupby, product
 from typing import Any, NamedTuple
 
@@ -52,8 +52,8 @@ from odb.plan.types import (
 CONFIG_DIGEST = 7
 EARLIER_DIGEST = 12345  # of the agreement before: any number, the same on all ranks
 MAX_ROUNDS = 60
-#: `settle` is run three times instead of once, in other ways, for one in so many sets of reports.
-EVERY = 8
+#: `settle` is run three more times, in other ways, for one in so many sets of reports.
+EVERY = 32
 
 
 def small_config(token_budget: int, window: int, **options: Any) -> PlanConfig:
@@ -78,9 +78,58 @@ class Facts(NamedTuple):
     arrays: bytes
 
 
-def table_of(rows: np.ndarray) -> ReportTable:
+COLUMNS = tuple(one.name for one in fields(ReportTable))
+
+
+class WatchedTable(ReportTable):
+    """Reports that note which of their columns are looked at, in the order in which that happens."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in COLUMNS:
+            seen = object.__getattribute__(self, "seen")
+            if name not in seen:
+                seen.append(name)
+        return object.__getattribute__(self, name)
+
+
+def table_of(rows: np.ndarray) -> WatchedTable:
     """As `decode_table`, of rows that need no check."""
-    return ReportTable(*np.ascontiguousarray(rows[:, 1:-NUM_QUANTILES].T), rows[:, -NUM_QUANTILES:])
+    table = WatchedTable(*np.ascontiguousarray(rows[:, 1:-NUM_QUANTILES].T), rows[:, -NUM_QUANTILES:])
+    object.__setattr__(table, "seen", [])
+    return table
+
+
+@dataclass
+class Settled:
+    """What `settle` came to, by what it looked at: a tree.
+
+    It reads columns of a table one after the other, and which one it reads next can only depend on what it has read:
+    so reports that agree in all columns that were read come to the same, whatever the other columns say.
+    """
+
+    column: int | None = None  # that is read next
+    after: dict[tuple[Any, ...], Settled] = field(default_factory=dict)  # by its values
+    result: tuple[Agreement, int] | None = None
+
+    def find(self, rows: Sequence[tuple[Any, ...]]) -> tuple[Agreement, int] | None:
+        """What is known of these reports, each a tuple of what is in its columns."""
+        at = self
+        while at.column is not None:
+            following = at.after.get(tuple([row[at.column] for row in rows]))
+            if following is None:
+                return None
+            at = following
+        return at.result
+
+    def add(self, rows: Sequence[tuple[Any, ...]], seen: list[str], result: tuple[Agreement, int]) -> None:
+        """Keeps what reports come to whose columns were looked at in this order."""
+        at = self
+        for name in seen:
+            column = COLUMNS.index(name)
+            assert at.column in (None, column), "the next column depends on nothing but those before"
+            at.column = column
+            at = at.after.setdefault(tuple([row[column] for row in rows]), Settled())
+        at.result = result
 
 
 def facts_of(agreement: Agreement) -> Facts:
@@ -117,6 +166,8 @@ class Explorer:
     _nodes: dict[Any, int] = field(default_factory=dict)
     _proposals: list[tuple[Proposal, bool, Any, int]] = field(default_factory=list)  # , dry, row, id of the row
     _rows: dict[bytes, int] = field(default_factory=dict)
+    _cells: list[tuple[Any, ...]] = field(default_factory=list)  # of each distinct row
+    _settled: Settled = field(default_factory=Settled)
     _agreed: dict[tuple[int, ...], tuple[Agreement, int]] = field(default_factory=dict)
     _agreements: dict[tuple[Facts, int], int] = field(default_factory=dict)
     _facts: dict[int, Facts] = field(default_factory=dict)
@@ -135,6 +186,10 @@ class Explorer:
             require(self.depth < MAX_ROUNDS, "termination", self.depth)
             frontier = self._layer(frontier)
         return self
+
+    def windows(self) -> set[Any]:
+        """All that one rank may hold right after a draw, and what it knows, in any state that was explored."""
+        return set(self._nodes)
 
     def _layer(self, frontier: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
         after: set[tuple[int, ...]] = set()
@@ -227,7 +282,7 @@ class Explorer:
                 check_closing_rounds(self.config, proposal)
             row = rounds.encode(proposal.report)
             self._nodes[key] = len(self._proposals)
-            self._proposals.append((proposal, dry, row, self._rows.setdefault(row.tobytes(), len(self._rows))))
+            self._proposals.append((proposal, dry, row, self._row_id(row)))
         return self._nodes[key]
 
     # A round of all ranks.
@@ -241,7 +296,10 @@ class Explorer:
             totals = totals + plan.totals
         data = totals.tobytes()
         concluded = [self._conclude(rank, plan, i, totals, data) for rank, (plan, i) in enumerate(plans)]
-        self._check_together(tuple(i for _, i in concluded), [p for p, _ in plans], [o for o, _ in concluded])
+        together = tuple(number for _, number in concluded)
+        if together not in self._joined:
+            self._joined.add(together)
+            self._check_together([plan for plan, _ in plans], [outcome for outcome, _ in concluded])
         if concluded[0][0].ended:
             return None
         return tuple(sorted(self._after_id(n, *one) for n, one in zip(node, concluded, strict=True)))
@@ -252,20 +310,39 @@ class Explorer:
             self._after[number, dry] = self._between_id(outcome.state, dry)
         return self._after[number, dry]
 
+    def _row_id(self, row: np.ndarray) -> int:
+        data = row.tobytes()
+        if data not in self._rows:
+            self._rows[data] = len(self._rows)
+            self._cells.append((*row[1:-NUM_QUANTILES].tolist(), row[-NUM_QUANTILES:].tobytes()))
+        return self._rows[data]
+
     def _settle(self, node: tuple[int, ...]) -> tuple[Agreement, int]:
         key = tuple(self._proposals[n][3] for n in node)
         if key not in self._agreed:
-            self.calls["settle"] += 1
-            rows = np.stack([self._proposals[n][2] for n in node])
-            agreement = self._settle_reports(table_of(rows))
-            facts = facts_of(agreement)
-            if len(self._agreed) % EVERY == 0:
-                self._check_settle(rows, facts, agreement.digest)
-            self._check_digest(agreement, facts)
-            if self.endings:
-                check_endings(self.config, rows)
-            self._agreed[key] = agreement, self._agreements.setdefault((facts, agreement.digest), len(self._agreements))
+            cells = [self._cells[i] for i in key]
+            known = self._settled.find(cells)
+            if known is None or self.endings or len(self._agreed) % EVERY == 0:
+                known = self._settle_anew(np.stack([self._proposals[n][2] for n in node]), cells, known)
+            self._agreed[key] = known
         return self._agreed[key]
+
+    def _settle_anew(self, rows: np.ndarray, cells: list[tuple[Any, ...]], known: Any) -> tuple[Agreement, int]:
+        self.calls["settle"] += 1
+        table = table_of(rows)
+        agreement = self._settle_reports(table)
+        facts = facts_of(agreement)
+        if self.calls["settle"] % EVERY == 0:
+            self._check_settle(rows, facts, agreement.digest)
+        self._check_digest(agreement, facts)
+        if self.endings:
+            check_endings(self.config, rows)
+        number = self._agreements.setdefault((facts, agreement.digest), len(self._agreements))
+        if known is not None:
+            require(known[1] == number, "settle depends on what it reads alone", known, agreement)
+            return known
+        self._settled.add(cells, table.seen, (agreement, number))
+        return agreement, number
 
     def _settle_reports(self, reports: Any) -> Agreement:
         try:
@@ -310,10 +387,7 @@ class Explorer:
             self._outcomes[key] = outcome, len(self._outcomes)
         return self._outcomes[key]
 
-    def _check_together(self, key: tuple[int, ...], plans: list[Plan], outcomes: list[Outcome]) -> None:
-        if key in self._joined:
-            return
-        self._joined.add(key)
+    def _check_together(self, plans: list[Plan], outcomes: list[Outcome]) -> None:
         predicates.ranks_do_the_same(self.config, plans, outcomes)
         predicates.target_can_be_filled(self.config, plans)
         predicates.totals_are_true(self.config, plans, outcomes)
