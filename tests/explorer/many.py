@@ -79,9 +79,9 @@ def _check_round(config: PlanConfig, lengths: list[I64], outcomes: list[Outcome]
     held = emitted = 0
     for own, outcome in zip(lengths, outcomes, strict=True):
         for step in outcome.steps:
-            held = own[step.ids].tolist()
-            require(keeps_the_bounds(config, held), "budget", held)
-            emitted += len(held)
+            samples = own[step.ids].tolist()
+            require(keeps_the_bounds(config, samples), "budget", samples)
+            emitted += len(samples)
         held += len(outcome.state.window)
     require(sum(step.all_samples for step in outcomes[0].steps) == emitted, "totals")
     if gives_nothing_up(config) and held:

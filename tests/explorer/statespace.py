@@ -84,6 +84,13 @@ COLUMNS = tuple(one.name for one in fields(ReportTable))
 class WatchedTable(ReportTable):
     """Reports that note which of their columns are looked at, in the order in which that happens."""
 
+    seen: list[str]
+
+    def __new__(cls, *columns: Any, **more: Any) -> WatchedTable:
+        self = super().__new__(cls)
+        object.__setattr__(self, "seen", [])
+        return self
+
     def __getattribute__(self, name: str) -> Any:
         if name in COLUMNS:
             seen = object.__getattribute__(self, "seen")
@@ -94,9 +101,7 @@ class WatchedTable(ReportTable):
 
 def table_of(rows: np.ndarray) -> WatchedTable:
     """As `decode_table`, of rows that need no check."""
-    table = WatchedTable(*np.ascontiguousarray(rows[:, 1:-NUM_QUANTILES].T), rows[:, -NUM_QUANTILES:])
-    object.__setattr__(table, "seen", [])
-    return table
+    return WatchedTable(*np.ascontiguousarray(rows[:, 1:-NUM_QUANTILES].T), rows[:, -NUM_QUANTILES:])
 
 
 @dataclass
