@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A TCP store's client looks up the name of ::ffff:127.0.0.1; a name server that drops the question costs five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# A job in the background of a script ignores Ctrl-C, and so would every program that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Same examples in every run, so that a red run can be repeated; `HYPOTHESIS_PROFILE=explore` looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
