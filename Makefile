@@ -9,6 +9,8 @@ VENV ?= .venv
 TORCH ?= $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 PIP_ARGS ?=
 NPROC ?= 2
+# Test processes side by side. Most tests wait, for processes to start and to end.
+JOBS ?= 2
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
@@ -17,13 +19,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-$(notdir $(PYTHON))-$(subst =,-,$(TORCH))
 DOCS_STAMP := $(VENV)/.stamp-docs-$(notdir $(PYTHON))-$(subst =,-,$(TORCH))
 RUN := env OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+# The tests of a file share processes and set-ups, so they stay together.
+PYTEST := $(RUN) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: help setup demo test soak lint types docs bench format clean
 
 help: ## what can be made
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed 's/:.*## /|/' | while IFS='|' read -r name text; do \
 		printf '  make %-8s %s\n' "$$name" "$$text"; done
-	@echo 'Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) NPROC=$(NPROC) PIP_ARGS, DEMO_ARGS, TEST_ARGS, BENCH_ARGS'
+	@echo 'Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) NPROC=$(NPROC) JOBS=$(JOBS) PIP_ARGS, DEMO_ARGS, TEST_ARGS, BENCH_ARGS'
 
 setup: $(STAMP) ## the virtual environment, once, and again when the pins change
 
@@ -31,10 +35,10 @@ demo: $(STAMP) ## train on two ranks: fixed, sorted and online batches (DEMO_ARG
 	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/finetune.py $(DEMO_ARGS)
 
 test: $(STAMP) ## all tests but the soak
-	$(RUN) $(BIN)/python -m pytest $(TEST_ARGS)
+	$(PYTEST) $(TEST_ARGS)
 
 soak: $(STAMP) ## the long tests
-	$(RUN) $(BIN)/python -m pytest -m soak $(TEST_ARGS)
+	$(PYTEST) -m soak $(TEST_ARGS)
 
 lint: $(STAMP) ## ruff: rules and format
 	$(BIN)/ruff check .

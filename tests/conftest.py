@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ranks
+import tally
 from hypothesis import HealthCheck, settings
 
 # One thread per process: the multi-process tests share few cores. Before torch is imported.
@@ -31,3 +33,22 @@ def rank_processes() -> Iterator[None]:
     """The pool of rank processes ends with the session."""
     yield
     ranks.shutdown()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A test process among several leaves its counts to the one that prints the summary."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["explored"] = dict(tally.COUNTS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The one that prints the summary takes the counts of a test process that has ended."""
+    tally.COUNTS.update(getattr(node, "workeroutput", {}).get("explored", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How much was explored."""
+    if tally.COUNTS:
+        text = ", ".join(f"{number:,} {what}" for what, number in sorted(tally.COUNTS.items()))
+        terminalreporter.write_line(f"explored: {text}")

@@ -1,4 +1,4 @@
-"""What was explored, counted over a run."""
+"""What the explorer's tests explored, counted over a run; tests/conftest.py says it at the end."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ COUNTS: Counter[str] = Counter()
 
 
 def count(what: str, number: int) -> None:
-    """Adds to what the summary at the end of the run says."""
+    """Adds to what the summary says."""
     COUNTS[what] += number
