@@ -19,8 +19,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-$(notdir $(PYTHON))-$(subst =,-,$(TORCH))
 DOCS_STAMP := $(VENV)/.stamp-docs-$(notdir $(PYTHON))-$(subst =,-,$(TORCH))
 RUN := env OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
-# The tests of a file share processes and set-ups, so they stay together.
-PYTEST := $(RUN) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# The tests of a file share processes and set-ups, so they stay together; and in their order, which mixes long and short.
+PYTEST := $(RUN) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test soak lint types docs bench format clean
 
