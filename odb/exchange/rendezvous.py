@@ -386,10 +386,8 @@ class _Wait:
             return [Record.decode(self._default.get(f"{self._prefix}/{rank}")) for rank in range(world_size)]
 
     def _are_all_here(self, world_size: int) -> bool:
-        if self._default.add(f"{self._prefix}/count", 0) >= world_size:
-            return True
-        self._check_all_live()
-        return False
+        self._check_all_live()  # first, since a rank may have been here and failed since
+        return bool(self._default.add(f"{self._prefix}/count", 0) >= world_size)
 
     def for_admission(self) -> None:
         """Rank 0's word that peers may connect."""
