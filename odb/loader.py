@@ -31,9 +31,9 @@ from odb.collators import BlockMaskCollator, FlattenCollator, PadCollator, PerSa
 from odb.config import OPTION_NAMES, ODBConfig, make_config
 from odb.errors import ConfigError
 from odb.exchange.gloo import GlooAddress, report_failure
-from odb.exchange.rendezvous import admit_peers, global_rank_and_size, refuse, rendezvous
+from odb.exchange.rendezvous import admit_peers, global_rank_and_size, refuse, refuse_at_exit, rendezvous
 from odb.feed import supervise
-from odb.feed.backend import Backend, InlineBackend, ProcessBackend, failure_text
+from odb.feed.backend import Backend, InlineBackend, ProcessBackend, failure_text, what_ends_the_program
 from odb.feed.elastic import ENDLESS, shared_order, why_static
 from odb.feed.engine import ResumePoint, RoundMark
 from odb.feed.messages import Counts
@@ -68,6 +68,7 @@ LOADER_NAMES = (
 )
 _DEFAULT_PREFETCH = 64
 _MAX_UNSIZED_KEYS = 1 << 25
+_MAX_EXTRA = 1 << 16  # indices that a sampler may give beyond twice its length and not be endless
 
 
 class ODBDataLoader:
@@ -139,12 +140,14 @@ class ODBDataLoader:
         self._backend: Backend | None = None
         self._iterator: weakref.ref[_EpochIterator] | None = None
         self._is_closed = False
+        _speak_at_exit()
         self._address: GlooAddress | None = None
         self._mark: RoundMark | None = None
         self._mark_epoch: int | None = None  # of the pass that the state is about; None: no pass since set_epoch
         self._last_step = -1
         self._levels: tuple[Level, ...] = ()
         self._order_digest = ""
+        self._num_keys = 0  # of the user's sampler in an earlier pass, at most
         self._sampler_epoch: int | None = None  # what the user's sampler was told last
         self._loaded: State | None = None
         self._has_warned_duplicates = False
@@ -420,6 +423,7 @@ class ODBDataLoader:
             self._backend = backend
             self._finalizer = weakref.finalize(self, backend.close)
             supervise.at_exit(backend.close_at_exit)  # before multiprocessing waits for the collate process
+            _speak_at_exit()
         return self._backend
 
     def _make_backend(self) -> Backend:
@@ -436,7 +440,8 @@ class ODBDataLoader:
 
     def _make_spec(self, forks: bool) -> NodeSpec:
         config = self.config
-        fingerprint = self._settings()
+        with self._telling_peers():
+            fingerprint = self._settings()
         address = rendezvous(
             dp_rank=config.dp_rank,
             dp_world_size=config.dp_world_size,
@@ -445,6 +450,7 @@ class ODBDataLoader:
             forks=forks,
         )
         self._address = address
+        self._warn_of_lone_rank()
         return NodeSpec(
             options=config,
             source=self._source,
@@ -452,6 +458,15 @@ class ODBDataLoader:
             address=address,
             config_digest=digest(repr(sorted(fingerprint.items()))),
         )
+
+    def _warn_of_lone_rank(self) -> None:
+        started = os.environ.get("WORLD_SIZE", "")
+        if self.config.dp_world_size is None and started.isdigit() and int(started) > self.world_size == 1:
+            logger.warning(
+                "WORLD_SIZE=%s, but torch.distributed is not initialised: this rank reads all of the data. Call "
+                "torch.distributed.init_process_group first, or give dp_rank=0, dp_world_size=1 if that is meant",
+                started,
+            )
 
     def _data_fingerprint(self) -> dict[str, str]:
         kind = self._order_kind()
@@ -507,9 +522,29 @@ class ODBDataLoader:
                 self.config.token_budget,
             )
 
+    def _warn_of_quota(self) -> None:
+        """Called behind an epoch's last batch."""
+        quota, num = self.config.sample_quota, 0 if self._mark is None else self._mark.state.all_emitted_samples
+        if quota is not None and num < quota:
+            logger.warning(
+                "epoch %d ended after %d samples, before sample_quota=%d: a stream has no more",
+                self._epoch - 1,
+                num,
+                quota,
+            )
+
     def _keys(self) -> Any:
         plan = self.config.plan_config()
-        return _materialised(self._user_sampler, self._user_batch_sampler, self.config.sample_quota, plan.window)
+        keys = _materialised(self._user_sampler, self._user_batch_sampler, self.config.sample_quota, plan.window)
+        if self._num_keys and not len(keys):
+            logger.warning(
+                "the sampler gave no index for epoch %d and %d before: an iterator can be gone through once, give a "
+                "sampler whose __iter__ begins anew",
+                self._epoch,
+                self._num_keys,
+            )
+        self._num_keys = max(self._num_keys, len(keys))
+        return keys
 
     def _warn_of_duplicates(self, world: int) -> None:
         plain = isinstance(self._user_sampler, (RandomSampler, SequentialSampler))
@@ -544,6 +579,7 @@ class _EpochIterator:
         self._start = start
         self._is_first = True
         self._is_over = False
+        self._broken: BaseException | None = None  # what ended this pass before its end
         self._counts: Counts | None = None
 
     def __iter__(self) -> _EpochIterator:
@@ -551,12 +587,14 @@ class _EpochIterator:
 
     def __next__(self) -> Any:
         if self._is_over:
+            self._raise_again()
             raise StopIteration
         asked = time.perf_counter()
         try:
             delivery = self._backend.next(self._generation, self._note_counts)
-        except BaseException:
-            self._is_over = True
+        except BaseException as error:
+            self._broken = error
+            self.close()
             raise
         stats = self._loader._stats
         got = time.perf_counter()
@@ -566,6 +604,7 @@ class _EpochIterator:
             stats.first_batch_s = got - self._start
         if delivery is None:
             self._is_over = True
+            self._loader._warn_of_quota()
             self._loader._forget_pass()
             raise StopIteration
         _count_step(stats, delivery.info, delivery.bound)
@@ -577,6 +616,15 @@ class _EpochIterator:
         if isinstance(delivery.batch, MutableMapping):
             delivery.batch[STEP_INFO_KEY] = delivery.info
         return delivery.batch
+
+    def _raise_again(self) -> None:
+        """A pass that broke must not look like one that is over to whoever catches its error and goes on."""
+        if isinstance(self._broken, Exception):
+            raise self._broken
+        if self._broken is not None:
+            raise RuntimeError(
+                f"this epoch was ended by {type(self._broken).__name__}: begin another"
+            ) from self._broken
 
     def _note_counts(self, counts: Counts) -> None:
         self._loader._on_counts(self._counts, counts)
@@ -603,6 +651,25 @@ def _count_step(stats: LoaderStats, info: ODBStepInfo, bound: str) -> None:
     stats.padded_tokens += 0 if info.idle else info.padded_tokens
     stats.loss_tokens += info.local_loss_tokens
     stats.bound_by[bound] += 1
+
+
+def _speak_at_exit() -> None:
+    """Has ranks that wait for a loader of this one told where its program fails, before any loader is closed (takes time)."""
+    global _unspoken
+    _unspoken()
+    _unspoken = supervise.at_exit(_tell_who_waits)
+
+
+def _tell_who_waits() -> None:
+    if text := failure_text(what_ends_the_program()):
+        refuse_at_exit(text)
+
+
+def _nothing() -> None:
+    """What there is to withdraw at first."""
+
+
+_unspoken: Callable[[], None] = _nothing
 
 
 class _EpochSampler:
@@ -702,18 +769,22 @@ def _pinner(pin_memory: bool) -> Callable[[Any], Any] | None:
 
 def _materialised(sampler: Any, batch_sampler: Any, quota: int | None, window: int) -> Any:
     """A sampler's pass as an array where it gives integers, else as a list. An endless one needs a quota."""
-    source = sampler if sampler is not None else (key for batch in batch_sampler for key in batch)
-    is_bounded = hasattr(sampler if sampler is not None else batch_sampler, "__len__")
-    if is_bounded:
-        keys = list(source)
-    else:  # with a quota nobody needs more than that and what is held: a further pass begins anew
-        limit = _MAX_UNSIZED_KEYS if quota is None else quota + 2 * window
-        keys = list(itertools.islice(source, limit))
-        if quota is None and len(keys) == limit:
-            raise ConfigError(
-                f"the sampler has no __len__ and gave more than {limit} indices: an endless sampler needs join=False and "
-                "sample_quota=..., which says when an epoch is over"
-            )
+    given = sampler if sampler is not None else batch_sampler
+    # With a quota nobody needs more than that and what is held: a further pass begins anew.
+    most = _MAX_UNSIZED_KEYS if quota is None else quota + 2 * window
+    flatten = itertools.chain.from_iterable
+    if hasattr(given, "__len__"):  # which endless samplers may have all the same, for progress bars
+        most = 2 * len(given) + max(_MAX_EXTRA, 0 if quota is None else most)
+        drawn: list[Any] = list(itertools.islice(given, most))
+        keys = drawn if sampler is not None else list(flatten(drawn))
+    else:
+        keys = drawn = list(itertools.islice(given if sampler is not None else flatten(given), most))
+    if quota is None and len(drawn) == most:
+        says = f"says that it has {len(given)}" if hasattr(given, "__len__") else "has no __len__"
+        raise ConfigError(
+            f"the sampler {says} and gave more than {most} indices or batches: an endless sampler needs join=False and "
+            "sample_quota=..., which says when an epoch is over"
+        )
     if keys and all(type(key) is int for key in keys):
         return np.asarray(keys, np.int64)
     return keys

@@ -40,6 +40,9 @@ _connecting: list[tuple[str, int]] = []  # rank 0: prefix and size of exchanges 
 _hosted: tuple[weakref.ref[Any], Any] | None = None  # the default store for which we host, and what we host
 
 
+#: Where a rank's program that fails says so, and how often those look that wait for it (seconds).
+_FAILED = "odb/failed"
+_LOOK_S = 1.0
 #: How long rank 0 waits with its next fork for peers that are about to connect (seconds).
 _CONNECT_S = 10.0
 
@@ -145,6 +148,17 @@ def refuse(reason: str, dp_rank: int | None = None, dp_world_size: int | None = 
         _write(_private.default_store(), f"odb/{next_loader_number()}", rank, record)
 
 
+def refuse_at_exit(reason: str) -> None:
+    """The same at the end of a program that failed: ranks that wait for this one, or will, learn why it won't come.
+
+    Waits for nobody: a store whose host is stopped would keep this process from ending.
+    """
+    if not is_initialised() or dist.get_world_size() == 1:
+        return
+    with suppress(dist.DistError):
+        _private.default_store().set(_FAILED, json.dumps([dist.get_rank(), bounded(reason)]))
+
+
 def is_initialised() -> bool:
     """Whether this process belongs to a default group."""
     return bool(dist.is_available() and dist.is_initialized())
@@ -160,6 +174,7 @@ def exchange_texts(text: str, rank: int, world_size: int, timeout_s: float) -> l
 
     Raises:
         ExchangeTimeout: ranks did not come; names them.
+        PeerFailedError: another rank's program has failed.
         PeerLostError: the default group's store is gone.
     """
     if world_size == 1 or not is_initialised():
@@ -172,6 +187,7 @@ def _texts_of_all(text: str, number: int, rank: int, world_size: int, timeout_s:
     store = dist.PrefixStore(f"odb/texts/{number}", _private.default_store())
     store.set(str(rank), text)
     missing, deadline = set(range(world_size)), time.monotonic() + timeout_s
+    check_all_live = _LiveCheck(_private.default_store())
     while missing:
         missing -= {other for other in missing if store.check([str(other)])}
         if missing and time.monotonic() > deadline:
@@ -181,6 +197,7 @@ def _texts_of_all(text: str, number: int, rank: int, world_size: int, timeout_s:
                 tuple(sorted(missing)),
             )
         if missing:
+            check_all_live()
             time.sleep(0.02)
     # Whoever came here has read the texts of the time before: they can go.
     dist.PrefixStore(f"odb/texts/{number - 1}", _private.default_store()).delete_key(str(rank))
@@ -328,12 +345,29 @@ def _default_store_answers() -> Iterator[None]:
         raise _default_store_gone(first_line(gone)) from None
 
 
+class _LiveCheck:
+    """Raises where the program of another rank has failed meanwhile, see `refuse_at_exit`. Asks seldom."""
+
+    def __init__(self, default: Any) -> None:
+        self._default = default
+        self._asked_at = 0.0
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._asked_at < _LOOK_S:
+            return
+        self._asked_at = time.monotonic()
+        if self._default.check([_FAILED]):
+            rank, text = json.loads(self._default.get(_FAILED))
+            raise PeerFailedError(f"{name_ranks([rank])} failed and will not come:\n{text}", (rank,))
+
+
 class _Wait:
     """Waits on the default store. Asks for one small value until it is there: cheap for the store, quiet in the log."""
 
     def __init__(self, default: Any, prefix: str, number: int, timeout_s: float, poll: Poll | None) -> None:
         self._default, self._prefix, self._number = default, prefix, number
         self._timeout_s, self._poll = timeout_s, poll
+        self._check_all_live = _LiveCheck(default)
 
     def for_records(self, world_size: int) -> list[Record]:
         """All ranks' records."""
@@ -347,9 +381,13 @@ class _Wait:
                 tuple(missing),
             )
 
-        self._until(lambda: self._default.add(f"{self._prefix}/count", 0) >= world_size, late)
+        self._until(lambda: self._are_all_here(world_size), late)
         with _default_store_answers():
             return [Record.decode(self._default.get(f"{self._prefix}/{rank}")) for rank in range(world_size)]
+
+    def _are_all_here(self, world_size: int) -> bool:
+        self._check_all_live()  # first, since a rank may have been here and failed since
+        return bool(self._default.add(f"{self._prefix}/count", 0) >= world_size)
 
     def for_admission(self) -> None:
         """Rank 0's word that peers may connect."""

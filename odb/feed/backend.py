@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from odb.errors import ChannelClosed, ConfigError, ExchangeError, PeerClosedError, ProcessDied, SampleError
 from odb.feed import supervise
 from odb.feed.assemble import Delivery
-from odb.feed.channel import Channel, channel_pair
+from odb.feed.channel import Channel, NotInTime, channel_pair
 from odb.feed.collator import REASON_S, publish_failure_at, run
 from odb.feed.engine import PeersClosed, ResumePoint
 from odb.feed.messages import Begin, Counts, Delivered, End, Failed, Finished, PeersLeft, Shutdown, Taken, rebuilt
@@ -188,7 +188,7 @@ class ProcessBackend:
         while True:
             try:
                 return self._channel.recv(_SLICE_S, place=self._pin)
-            except TimeoutError:
+            except NotInTime:
                 if self._process.is_alive():
                     self._check_not_stopped(time.monotonic() - began)
                     continue
@@ -198,7 +198,7 @@ class ProcessBackend:
             except ChannelClosed as broken:
                 self._channel.close()  # its descriptors may be what is missing to tell the others
                 self._process.join(_EXIT_S)
-                by_itself = self._process.exitcode not in (None, 0, supervise.ORPHANED)
+                by_itself = self._process.exitcode not in (None, supervise.ORPHANED)
                 self._fail(self._died() if by_itself else self._broken(broken))
 
     def _check_not_stopped(self, waited_s: float) -> None:

@@ -64,6 +64,10 @@ _RETRY_S = 0.005  # after a refusal that nothing tells the end of
 _SLICE_S = 0.5  # a wait looks this often whether another thread closed the channel
 
 
+class NotInTime(TimeoutError):
+    """A channel's own time limit is over; apart from a `TimeoutError` that a signal handler raises meanwhile."""
+
+
 class Channel:
     """One end of a link. Safe to use from several threads; messages of one thread keep their order."""
 
@@ -96,7 +100,7 @@ class Channel:
 
         Raises:
             SampleError: the object can't be pickled; the channel can be used on.
-            TimeoutError: no room in time; nothing was sent.
+            NotInTime: no room in time; nothing was sent.
             ChannelClosed: the other end is gone, or this one was closed.
         """
         packed = handoff.dumps(obj, "message")
@@ -107,7 +111,7 @@ class Channel:
             data, fd, block = self._encode(packed)
             try:
                 self._send_all(memoryview(data), [] if fd is None else [fd], deadline)
-            except TimeoutError:  # nothing went; after anything else the other end might read the block yet
+            except NotInTime:  # nothing went; after anything else the other end might read the block yet
                 if block is not None and self._rings[0] is not None:
                     self._rings[0].release(block)
                 raise
@@ -124,7 +128,7 @@ class Channel:
             place: see `odb.feed.handoff.loads`; for example `torch.Tensor.pin_memory`.
 
         Raises:
-            TimeoutError: no complete message in time; what has arrived of it is kept for the next call.
+            NotInTime: no complete message in time; what has arrived of it is kept for the next call.
             ChannelClosed: the other end is gone and everything that it sent has been received, or this one was closed.
             SampleError: the object can't be rebuilt here; the channel can be used on.
         """
@@ -204,7 +208,7 @@ class Channel:
                 return
             in_time = begun or deadline is None or time.monotonic() < deadline
             if not (in_time and self._wait(select.POLLOUT, None if begun else deadline)):
-                raise TimeoutError("the other end of the channel takes no message: it has not received for too long")
+                raise NotInTime("the other end of the channel takes no message: it has not received for too long")
 
     def _try_send(self, data: memoryview, fds: list[int]) -> int:
         try:
@@ -258,7 +262,7 @@ class Channel:
             self._num_received += self._try_receive(target[self._num_received :])
             self._amid_message[1] = False
             if self._num_received < len(target) and not self._wait(select.POLLIN, deadline):
-                raise TimeoutError("no message came from the other end of the channel in time")
+                raise NotInTime("no message came from the other end of the channel in time")
 
     def _try_receive(self, target: memoryview) -> int:
         """Bytes received, 0 if there are none yet."""
@@ -429,7 +433,7 @@ def _deadline(timeout: float | None) -> float | None:
 def _held(lock: Any, deadline: float | None, verb: str) -> Iterator[None]:
     left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
     if not lock.acquire(timeout=left):
-        raise TimeoutError(f"another thread of this process has been waiting to {verb} on the channel for too long")
+        raise NotInTime(f"another thread of this process has been waiting to {verb} on the channel for too long")
     try:
         yield
     finally:

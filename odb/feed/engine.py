@@ -6,6 +6,7 @@ world comes in: where records come from, how ranks talk, whether the consumer ha
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from odb.plan import cost, grants
 from odb.plan import round as protocol
 from odb.plan.types import I64, Agreement, Measures, PlanConfig, Room, RoundState, StepPlan, Verdict
 from odb.plan.wire import digest
+
+logger = logging.getLogger("odb")
 
 
 class Feed(Protocol):
@@ -369,10 +372,11 @@ class EpochJob:
 
     def _num_undrawn(self, state: RoundState) -> int:
         """Sample views of an epoch that ends by an option before they were drawn; ungranted ones are rank 0's."""
+        if self.num_keys is None:  # without end: as many as anybody likes
+            return 0
         if self.waiting is not None:
-            ungranted = state.num_keys - state.next_key if self.num_keys is not None and not self.exchange.rank else 0
-            return sum(map(len, self.waiting)) + ungranted
-        return self.num_keys - self.cursor if self.num_keys is not None else 0
+            return sum(map(len, self.waiting)) + (0 if self.exchange.rank else state.num_keys - state.next_key)
+        return self.num_keys - self.cursor
 
     def _draw(self) -> bool:
         """The next records into the backlog; False when the source is dry."""
@@ -487,6 +491,8 @@ class EpochJob:
                 f"{record.text}; every sample needs at least one token: mend the dataset, or give on_empty='skip', "
                 "which leaves such samples out and counts them"
             )
+        if not self.rejected[record.rejected]:
+            logger.warning("left out: %s (said once an epoch; stats().rejected counts them)", record.text)
         self.rejected[record.rejected] += 1
 
     def _reject_oversize(self, record: Record) -> None:

@@ -18,6 +18,8 @@ _REMEDY = (
     "give length_fn=... (sample -> tokens); if samples only get their tokens inside collate_fn, "
     "wrap it in odb.collators.per_sample(fn), which runs it in the workers, one sample at a time"
 )
+#: Of one sample; a window of them over many ranks still sums up in 64 bits.
+MAX_COUNT = 1 << 40
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
@@ -64,8 +66,8 @@ class Measurer:
             number = int(value)
         except (TypeError, ValueError, OverflowError):
             raise MeasureError(f"{name} must return an integer, got {value!r} ({type(value).__name__})") from None
-        if number < 0 or number != value:
-            raise MeasureError(f"{name} must return an integer >= 0, got {value!r}")
+        if not 0 <= number <= MAX_COUNT or number != value:
+            raise MeasureError(f"{name} must return an integer from 0 to {MAX_COUNT}, got {value!r}")
         return number
 
 

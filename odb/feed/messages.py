@@ -113,7 +113,7 @@ def pickled(error: BaseException) -> bytes | None:
     return data
 
 
-def rebuilt(message: Failed, where: str = "collate process") -> BaseException:
+def rebuilt(message: Failed, where: str = "collate process") -> Exception:
     """Another process's exception, of its own type where possible, caused by the original traceback's text."""
     cause = SampleError(f"in the {where}:\n{message.text}")
     if message.error is not None:
@@ -121,7 +121,7 @@ def rebuilt(message: Failed, where: str = "collate process") -> BaseException:
             error = loads_bytes(message.error)
         except Exception:  # user exceptions may refuse in any way
             error = None
-        if isinstance(error, BaseException):
+        if isinstance(error, Exception):  # `sys.exit()` there must not end the training process, as if all were well
             error.__cause__ = cause
             return error
     return cause

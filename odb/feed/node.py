@@ -129,8 +129,8 @@ class ThreadFeed:
         """The next chunk; waits in slices."""
         while True:
             poll()
-            with contextlib.suppress(TimeoutError):
-                chunk = self._inbox.take(_SLICE_S)
+            if self._inbox.wait(_SLICE_S):  # told apart from a TimeoutError of the dataset's own
+                chunk = self._inbox.take()
                 return None if chunk is None else self._source.opened(chunk)
 
     def grant(self, block: range, is_complete: bool) -> None:

@@ -25,7 +25,7 @@ import torch
 from odb.errors import ChannelClosed, ProcessDied
 from odb.feed import supervise
 from odb.feed.assemble import Assembler
-from odb.feed.channel import Channel, channel_pair, close_inherited
+from odb.feed.channel import Channel, NotInTime, channel_pair, close_inherited
 from odb.feed.messages import Failed, pickled, rebuilt
 from odb.plan.types import StepPlan
 
@@ -215,7 +215,7 @@ class CollatePool:
         while True:
             try:
                 return channel.recv(_SLICE_S)
-            except TimeoutError:
+            except NotInTime:
                 self._poll()
             except ChannelClosed:
                 process.join(_GRACE_S)

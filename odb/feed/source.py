@@ -24,6 +24,7 @@ from odb.feed.chunk import Record
 from odb.feed.granted import GrantedKeys
 from odb.feed.measure import Measurer
 from odb.feed.parcel import Parcel, PostOffice
+from odb.feed.raised import Arriving
 from odb.feed.supervise import ChildWatch, guard_against_orphaning, ignore_interrupts
 
 MAX_CHUNK = 32  # larger ones gain nothing; the first ones are smaller, so that the first batch comes early
@@ -264,11 +265,8 @@ class GuardedDataset(Dataset[Any]):
         """Records of a chunk, in its order; uses the dataset's own `__getitems__` where it has one."""
         if not keys:
             return []
-        try:
+        with Arriving("the dataset", keys):
             return self._records(keys)
-        except StopIteration as error:  # would look like the end of the epoch to whoever iterates the inner loader
-            where = ", ".join(repr(key) for _, _, key in keys[:8])
-            raise RuntimeError(f"the dataset raised StopIteration for one of the indices {where}") from error
 
     def _records(self, keys: list[tuple[int, int, Any]]) -> list[Record]:
         self._tell_epoch(keys[0][0])
@@ -303,9 +301,10 @@ class GuardedIterable(IterableDataset[Any]):
         self.shared_epoch = epoch  # a shared integer: workers that persist learn of a new epoch through it
 
     def __iter__(self) -> Iterator[Record]:
-        set_epoch(self.dataset, int(self.shared_epoch.value))
-        for number, sample in enumerate(self.dataset):
-            yield measured(number, number, sample, self.reading)
+        with Arriving("the dataset"):
+            set_epoch(self.dataset, int(self.shared_epoch.value))
+            for number, sample in enumerate(self.dataset):
+                yield measured(number, number, sample, self.reading)
 
 
 def set_epoch(target: Any, epoch: int) -> None:
@@ -344,7 +343,8 @@ class WorkerInit:
             # Users reach for their own dataset in worker_init_fn. WorkerInfo refuses plain assignment.
             object.__setattr__(info, "dataset", guarded.dataset)
         if self.user_fn is not None:
-            self.user_fn(worker_id)
+            with Arriving("worker_init_fn"):
+                self.user_fn(worker_id)
 
 
 @dataclass(frozen=True)
@@ -557,15 +557,14 @@ class Inbox:
             self._error = error
             self._condition.notify_all()
 
-    def take(self, timeout: float) -> Parcel | None:
-        """The next chunk; None when the source is dry.
-
-        Raises:
-            TimeoutError: none came within `timeout` seconds.
-        """
+    def wait(self, timeout: float) -> bool:
+        """Whether `take` has something to give or to raise, waiting up to `timeout` seconds for it."""
         with self._condition:
-            if not self._chunks and not self._dry and self._error is None:
-                self._condition.wait(timeout)
+            return self._condition.wait_for(lambda: bool(self._chunks) or self._dry or self._error is not None, timeout)
+
+    def take(self) -> Parcel | None:
+        """The next chunk, None when the source is dry; once `wait` has said so. Raises what `fail` was given."""
+        with self._condition:
             if self._chunks:
                 chunk = self._chunks.popleft()
                 self._count(chunk, -1)
@@ -573,9 +572,8 @@ class Inbox:
                 return chunk
             if self._error is not None:
                 raise self._error
-            if self._dry:
-                return None
-            raise TimeoutError("no sample came within the slice")
+            assert self._dry, "wait() first"
+            return None
 
     def stop(self) -> None:
         """Nobody will take any more: lets the filling thread go."""

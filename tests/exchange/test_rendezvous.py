@@ -24,6 +24,7 @@ from odb.exchange.rendezvous import (
     exchange_texts,
     next_loader_number,
     refuse,
+    refuse_at_exit,
     rendezvous,
     resolve,
 )
@@ -244,6 +245,27 @@ def test_default_store_that_is_gone_names_its_host(
         call()
     assert caught.value.ranks == (() if agent else (0,))
     refuse("a reason that nobody can read any more")
+    refuse_at_exit("another one")
+
+
+def fail_before_meeting(pipe: Any, port: int, rank: int, num_ranks: int, meet: str) -> None:
+    init(port, rank, num_ranks)
+    if rank == 1:
+        refuse_at_exit("ValueError: \udcff the model does not fit")
+    elif meet == "rendezvous":
+        rendezvous(timeout_s=30.0)
+    else:
+        exchange_texts("state", 0, 2, 30.0)
+
+
+@pytest.mark.parametrize("meet", ["rendezvous", "exchange_texts"])
+def test_who_waits_for_a_rank_whose_program_failed_learns_it_at_once(meet: str) -> None:
+    with World(1) as world:
+        waiting, failed = [rank.result() for rank in trainers(world, fail_before_meeting, 2, meet)]
+    assert failed.error is None
+    assert isinstance(waiting.error, PeerFailedError) and waiting.error.ranks == (1,)
+    assert "rank 1 failed and will not come" in str(waiting.error) and "the model does not fit" in str(waiting.error)
+    assert waiting.seconds < 8
 
 
 def test_numbers_of_loaders_count_up() -> None:

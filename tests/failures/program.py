@@ -99,6 +99,23 @@ def raise_an_error() -> None:
     raise ValueError("bad sample, says the dataset")
 
 
+def time_out() -> None:
+    raise TimeoutError("the socket timed out, says the dataset")
+
+
+def raise_a_local_class() -> None:
+    """As clients of web services do, which make their exceptions' classes when they run."""
+
+    class NoSuchKeyError(Exception):
+        pass
+
+    raise NoSuchKeyError("not in the bucket, says the dataset")
+
+
+def exit_as_if_all_were_well() -> None:
+    sys.exit(0)
+
+
 def kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -113,6 +130,8 @@ def use_up_descriptors() -> None:
 LEAKED: list[Any] = []
 DEEDS: dict[str, Callable[[], None]] = {
     "raise": raise_an_error,
+    "time out": time_out,
+    "local class": raise_a_local_class,
     "kill": kill_this_process,
     "descriptors": use_up_descriptors,
 }
@@ -144,6 +163,7 @@ def forbid_large_files() -> None:
 
 COLLATE_DEEDS = {
     "raise": raise_in_collate,
+    "exit": exit_as_if_all_were_well,
     "kill": kill_this_process,
     "descriptors": use_up_descriptors,
     "memory": forbid_large_files,
@@ -306,6 +326,15 @@ def die_while_the_loader_starts(folder: str) -> None:
     threading.Timer(0.1, die).start()
 
 
+# ---- what the culprit does once it has its loader
+
+
+def raise_before_the_loop(folder: str) -> None:
+    time.sleep(0.3)  # the others wait for this rank by then; earlier or later is an error as well
+    happened(folder)
+    raise MemoryError("the model does not fit, says the program")
+
+
 # ---- the table
 
 
@@ -328,6 +357,7 @@ class Failure:
     collate: str = ""  # deed of its collate_fn
     at_step: Callable[[Any, str], None] | None = None
     before: Callable[[str], None] | None = None
+    at_start: Callable[[str], None] | None = None
     length: int = 10
     stream: bool = False
     options: dict[str, Any] = field(default_factory=dict)
@@ -367,6 +397,30 @@ FAILURES: dict[str, Failure] = {
         Sees(("KeyError",), ("says collate_fn", "in raise_in_collate")),
         Sees(("PeerFailedError",), ("rank {c}", "KeyError", "says collate_fn", "in raise_in_collate")),
         collate="raise",
+    ),
+    "dataset times out": Failure(
+        Sees(("TimeoutError",), ("says the dataset", "in __getitem__", "index")),
+        Sees(("PeerFailedError",), ("rank {c}", "TimeoutError", "says the dataset", "in time_out")),
+        data="time out",
+        options={"timeout_s": 30.0},
+    ),
+    "dataset raises a local class": Failure(
+        Sees(("SampleError", "NoSuchKeyError"), ("NoSuchKeyError", "says the dataset", "in __getitem__")),
+        Sees(("PeerFailedError",), ("rank {c}", "NoSuchKeyError", "says the dataset", "in raise_a_local_class")),
+        data="local class",
+        options={"timeout_s": 30.0},
+    ),
+    "collate_fn exits": Failure(
+        Sees(("SampleError",), ("SystemExit: 0", "in exit_as_if_all_were_well")),
+        Sees(("PeerFailedError",), ("rank {c}", "SystemExit: 0", "in exit_as_if_all_were_well")),
+        collate="exit",
+        inline=False,
+    ),
+    "program raises before its loop": Failure(
+        Sees(("MemoryError",), ("says the program",)),
+        Sees(("PeerFailedError",), ("rank {c}", "MemoryError", "says the program", "in raise_before_the_loop")),
+        at_start=raise_before_the_loop,
+        options={"timeout_s": 30.0},
     ),
     "worker killed": Failure(
         Sees(("RuntimeError",), ("worker", "Killed")),
@@ -561,6 +615,8 @@ def make_loader(failure: Failure, rank: int, world_size: int, method: str, folde
 def train(failure: Failure, rank: int, world_size: int, loader: Any, folder: str) -> list[int]:
     ids: list[int] = []
     is_culprit = rank == failure.rank_of_culprit(world_size)
+    if is_culprit and failure.at_start is not None:
+        failure.at_start(folder)
     for epoch in range(failure.epoch + 1):
         ids.clear()
         for number, batch in enumerate(loader):

@@ -111,7 +111,15 @@ def nan(_: Any) -> Any:
 WRONG_MEASURES: list[tuple[str, Callable[[Any], Any]]] = [
     (name, fn)
     for name in ("length_fn", "loss_tokens_fn", "patches_fn")
-    for fn in (nan, lambda _: float("inf"), lambda _: -1, lambda _: 2.5, lambda _: "three", lambda _: None)
+    for fn in (
+        nan,
+        lambda _: float("inf"),
+        lambda _: -1,
+        lambda _: 2**62,
+        lambda _: 2.5,
+        lambda _: "three",
+        lambda _: None,
+    )
 ]
 
 
