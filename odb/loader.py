@@ -339,8 +339,9 @@ class ODBDataLoader:
         if not order.is_elastic:
             return order
         num_keys = order.num_keys if order.passes else ENDLESS
-        block = grants.first_block(num_keys, order.rank, order.world_size)
-        last = grants.first_block(num_keys, order.world_size - 1, order.world_size)
+        quota = self.config.sample_quota
+        block = grants.first_block(num_keys, order.rank, order.world_size, quota)
+        last = grants.first_block(num_keys, order.world_size - 1, order.world_size, quota)
         return replace(order, waiting=((block.start, block.stop),), is_complete=last.stop >= num_keys)
 
     def _mark_at(self, order: Order, point: ResumePoint | None) -> tuple[RoundMark | None, int, int]:

@@ -201,7 +201,9 @@ class EpochJob:
         if self.waiting is None:
             return RoundState.start(self.epoch)
         num_keys = ENDLESS if self.num_keys is None else self.num_keys
-        return grants.start(self.epoch, num_keys, self.exchange.rank, self.exchange.world_size)
+        return grants.start(
+            self.epoch, num_keys, self.exchange.rank, self.exchange.world_size, self.config.sample_quota
+        )
 
     def _book_grants(self, agreement: Agreement, state: RoundState) -> None:
         """Passes on what this rank is granted, before it plans: the workers read meanwhile."""

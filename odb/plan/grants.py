@@ -7,6 +7,9 @@ drew short samples is granted more of them.
 
 A grant is made a round before it is drawn from, since what a rank emits in a round is known to the others only in the
 next; and as much again is granted ahead, so that workers have something to read while the ranks agree.
+
+An order that begins anew until a quota is met has keys without end. Ranks that held more of them than will still leave
+would emit samples of later passes while some of the first are unread, so they are granted for the quota's rest alone.
 """
 
 from __future__ import annotations
@@ -30,19 +33,20 @@ _FEW_RANKS = 8
 _LAST_KEYS = 8
 
 
-def start(epoch: int, num_keys: int, rank: int, world_size: int) -> RoundState:
+def start(epoch: int, num_keys: int, rank: int, world_size: int, quota: int | None = None) -> RoundState:
     """The state before the first round of an epoch of `num_keys` keys that all ranks share, first grants included.
 
-    Rank `r`'s first block is `first_block(num_keys, r, world_size)`.
+    Rank `r`'s first block is `first_block(num_keys, r, world_size, quota)`.
     """
-    block = first_block(num_keys, rank, world_size)
-    last = first_block(num_keys, world_size - 1, world_size)
+    block = first_block(num_keys, rank, world_size, quota)
+    last = first_block(num_keys, world_size - 1, world_size, quota)
     return replace(RoundState.start(epoch), num_keys=num_keys, next_key=last.stop, num_granted=len(block))
 
 
-def first_block(num_keys: int, rank: int, world_size: int) -> range:
+def first_block(num_keys: int, rank: int, world_size: int, quota: int | None = None) -> range:
     """Positions in the shared order that a rank has before the first round: equal counts, as no length is known."""
-    each = min(FIRST_KEYS, -(-num_keys // (4 * world_size)))
+    expected = num_keys if quota is None else min(num_keys, quota)
+    each = min(FIRST_KEYS, -(-expected // (4 * world_size)))
     bounds = np.minimum(np.arange(rank, rank + 2) * each, num_keys)
     return range(int(bounds[0]), int(bounds[1]))
 
@@ -64,6 +68,8 @@ def decide(config: PlanConfig, table: ReportTable, next_target: int) -> I64:
         next_target: tokens that a window holds in the next round.
     """
     left = int(table.num_keys[0] - table.next_key[0])
+    if config.sample_quota is not None:
+        left = min(left, max(len(table), config.sample_quota - int(table.emitted_samples.sum())))
     outstanding = table.num_granted - table.num_drawn
     used = int(table.num_drawn.sum())
     if left <= 0:
@@ -76,8 +82,22 @@ def decide(config: PlanConfig, table: ReportTable, next_target: int) -> I64:
     room = 2 * np.maximum(config.window, table.num_held) - table.num_held - outstanding
     total = _part_of(left, len(table))
     level = np.minimum(2.0 * np.maximum(next_target, table.held_tokens), _water_level(load, total * mean))
+    if config.sample_quota is not None:
+        level = np.minimum(level, _level_of_the_rest(config, table))
     wanted = np.minimum(np.ceil((level - load) / mean).astype(np.int64), room)
     return _shared_out(wanted, total)
+
+
+def _level_of_the_rest(config: PlanConfig, table: ReportTable) -> npt.NDArray[np.float64]:
+    """(W,) tokens of which each rank needs no more: an equal part of what the quota misses, and enough for a step."""
+    assert config.sample_quota is not None
+    step = config.grad_accum_steps * config.token_budget
+    mean = table.observed_tokens.sum() / table.observed_samples.sum()
+    # What leaves in this very round is not known yet: a quarter of what is held, or more.
+    emitted = int(table.emitted_samples.sum()) + int(table.num_held.sum()) // 4
+    rest = max(0, config.sample_quota - emitted) * mean / len(table)
+    can_step = np.minimum(table.num_groups, table.num_held) >= config.grad_accum_steps
+    return np.maximum(max(step, rest), np.where(can_step, 0, table.held_tokens + step))
 
 
 def _part_of(left: int, world_size: int) -> int:

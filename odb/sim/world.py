@@ -98,7 +98,7 @@ def simulate(config: PlanConfig, lengths: I64, num_ranks: int, *, sharding: str 
     if num_ranks < 1 or (len(lengths) and lengths.min() < 1):
         raise ConfigError(f"a simulation needs at least one rank and lengths >= 1, got {num_ranks} ranks")
     began = time.perf_counter()
-    ranks = [_rank(sharding, epoch, len(lengths), rank, num_ranks) for rank in range(num_ranks)]
+    ranks = [_rank(config, sharding, epoch, len(lengths), rank, num_ranks) for rank in range(num_ranks)]
     log = _Log(config, lengths, sharding == "elastic")
     empty = 0
     while not log.has_ended:
@@ -108,11 +108,12 @@ def simulate(config: PlanConfig, lengths: I64, num_ranks: int, *, sharding: str 
     return log.trace(time.perf_counter() - began)
 
 
-def _rank(sharding: str, epoch: int, num_keys: int, rank: int, num_ranks: int) -> _Rank:
+def _rank(config: PlanConfig, sharding: str, epoch: int, num_keys: int, rank: int, num_ranks: int) -> _Rank:
     if sharding == "static":
         return _Rank(RoundState.start(epoch), np.arange(rank, num_keys, num_ranks))
-    block = grants.first_block(num_keys, rank, num_ranks)
-    return _Rank(grants.start(epoch, num_keys, rank, num_ranks), np.arange(block.start, block.stop))
+    block = grants.first_block(num_keys, rank, num_ranks, config.sample_quota)
+    state = grants.start(epoch, num_keys, rank, num_ranks, config.sample_quota)
+    return _Rank(state, np.arange(block.start, block.stop))
 
 
 def _one_round(config: PlanConfig, lengths: I64, ranks: list[_Rank], log: _Log) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from predicates import (
+    Broken,
     gives_nothing_up,
     keeps_the_bounds,
     rank_is_idle_only_with_nothing,
@@ -55,18 +56,23 @@ def worlds(most_samples: int, lengths: tuple[int, ...]) -> Iterator[I64]:
 
 def drive(config: PlanConfig, lengths: I64, world_size: int) -> int:
     """One epoch; raises `Broken` where a guarantee does not hold. Returns its rounds."""
+    return run(config, lengths, world_size)[1]
+
+
+def run(config: PlanConfig, lengths: I64, world_size: int) -> tuple[list[Rank], int]:
+    """The same, and what became of the ranks."""
+    ledger = (world_size, config.sample_quota)
     ranks = [
-        Rank(grants.start(0, len(lengths), r, world_size), list(grants.first_block(len(lengths), r, world_size)))
+        Rank(grants.start(0, len(lengths), r, *ledger), list(grants.first_block(len(lengths), r, *ledger)))
         for r in range(world_size)
     ]
     for number in range(_MAX_ROUNDS):
         before = _progress(ranks)
         if _round(config, lengths, ranks):
             _check_end(config, lengths, ranks)
-            return number + 1
+            return ranks, number + 1
         require(_progress(ranks) > before, "termination: something is granted, drawn or emitted", before)
-    require(False, "termination", lengths)
-    return 0
+    raise Broken(f"termination: {lengths}")
 
 
 def _progress(ranks: list[Rank]) -> int:

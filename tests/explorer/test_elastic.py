@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from elastic import drive, worlds
+from elastic import drive, run, worlds
 from memo import each_input_once
 from predicates import Broken
 from statespace import small_config
@@ -41,6 +41,16 @@ def test_guarantees_hold_in_every_world_of_two_ranks(name: str) -> None:
 
 def test_guarantees_hold_in_every_world_of_three_ranks() -> None:
     explore("defaults", 3, 4, token_budget=4, window=2)
+
+
+@pytest.mark.parametrize(("num_samples", "world_size", "least"), [(300, 2, 0.9), (1000, 8, 0.9), (10_000, 8, 0.95)])
+def test_an_epoch_by_quota_repeats_few_samples(num_samples: int, world_size: int, least: float) -> None:
+    """The order begins anew until the quota is met; what is held of a later pass must not leave instead of the first."""
+    config = small_config(16_384, 1024, join=False, sample_quota=num_samples, max_held_tokens=1 << 20)
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 1, num_samples), 1, 4096).astype(np.int64)
+    ranks, _ = run(config, np.tile(lengths, 20), world_size)
+    first = {sample % num_samples for rank in ranks for sample in rank.emitted}
+    assert len(first) > least * num_samples
 
 
 @pytest.mark.soak
