@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 
+from accelerate import PartialState
 from tiny_llama import Chats, make_model
 from transformers import Trainer, TrainingArguments, logging
 
@@ -45,6 +46,7 @@ def main() -> None:
     rank, steps, epoch = whole.args.process_index, whole.state.global_step, whole.state.epoch
     print(f"rank {rank} epoch {epoch} steps {steps} loss {losses[0][0]:.3f} -> {losses[0][-1]:.3f}", flush=True)
     print(f"rank {rank} resumed after 2 steps: {same} losses", flush=True)
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 
+from accelerate import PartialState
 from datasets import Dataset
 from tiny_llama import VOCABULARY, Chats, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -52,6 +53,7 @@ def main() -> None:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     rank, steps, epoch = trainer.args.process_index, trainer.state.global_step, trainer.state.epoch
     print(f"rank {rank} epoch {epoch} steps {steps} loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -33,7 +33,14 @@ from odb.errors import ConfigError
 from odb.exchange.gloo import GlooAddress, report_failure
 from odb.exchange.rendezvous import admit_peers, global_rank_and_size, refuse, refuse_at_exit, rendezvous
 from odb.feed import supervise
-from odb.feed.backend import Backend, InlineBackend, ProcessBackend, failure_text, what_ends_the_program
+from odb.feed.backend import (
+    Backend,
+    InlineBackend,
+    ProcessBackend,
+    close_collected,
+    failure_text,
+    what_ends_the_program,
+)
 from odb.feed.elastic import ENDLESS, shared_order, why_static
 from odb.feed.engine import ResumePoint, RoundMark
 from odb.feed.messages import Counts
@@ -385,11 +392,13 @@ class ODBDataLoader:
 
     def _drop_backend(self) -> None:
         if self._finalizer is not None:
-            self._finalizer()
+            self._finalizer.detach()
             self._finalizer = None
+        if self._backend is not None:
+            self._backend.close()
         self._backend = None
 
-    _finalizer: Callable[[], Any] | None = None
+    _finalizer: weakref.finalize[..., Any] | None = None
     _home: tuple[int, int, int] | None = None  # process, rank and number of ranks that the backend was made for
 
     def __enter__(self) -> ODBDataLoader:
@@ -422,7 +431,7 @@ class ODBDataLoader:
             self._home = home
             backend = self._make_backend()
             self._backend = backend
-            self._finalizer = weakref.finalize(self, backend.close)
+            self._finalizer = weakref.finalize(self, close_collected, backend)
             supervise.at_exit(backend.close_at_exit)  # before multiprocessing waits for the collate process
             _speak_at_exit()
         return self._backend

@@ -53,6 +53,19 @@ class Backend(Protocol):
         """Closes at the interpreter's exit, which may be due to an exception of the training loop."""
 
 
+def close_collected(backend: Backend) -> None:
+    """Closes the backend of a loader that was collected as garbage, which may happen in any thread.
+
+    Also in one of the backend's own, which can't wait for itself, or in another daemon, for which the interpreter's exit
+    would not wait: a thread that is in PyTorch's code by then makes the process abort (see docs/failures.md).
+    """
+    if threading.current_thread().daemon:
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending and starts no thread any more
+            threading.Thread(target=backend.close, name="odb-collected", daemon=False).start()
+            return
+    backend.close()
+
+
 def failure_text(error: BaseException | None) -> str:
     """What the other ranks are told where this exception ends the training loop; "" where it is none of theirs.
 

@@ -11,7 +11,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
-from tiny_chats import Chats, Stream, collate, indices_of, make_model, of_all_ranks, reference, relative_error, say
+from tiny_chats import (
+    Chats,
+    Stream,
+    collate,
+    indices_of,
+    leave,
+    make_model,
+    of_all_ranks,
+    reference,
+    relative_error,
+    say,
+)
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import get_linear_schedule_with_warmup
 
@@ -199,7 +210,7 @@ def main() -> None:
     say(exactness=exactness())
     say(prepared=prepared(), fields=odd_fields())
     say(resumed=resumed(), seconds=time.time() - begun)
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from tiny_chats import Chats, Stream, collate, indices_of, make_model, of_all_ranks, reference, relative_error, say
+from tiny_chats import (
+    Chats,
+    Stream,
+    collate,
+    indices_of,
+    leave,
+    make_model,
+    of_all_ranks,
+    reference,
+    relative_error,
+    say,
+)
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -331,7 +342,8 @@ def main() -> None:
     say(resumed=resumed(trainer), one_rank=on_one_rank(), seconds_resumed=time.time() - begun)
     say(lengths=other_lengths(), refused=refused(), unsaved=unsaved())
     say(paper=papers_form(), seconds=time.time() - begun)
-    dist.destroy_process_group()
+    del trainer  # its model under DDP holds the group
+    leave()
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import transformers
 from datasets import Dataset
-from tiny_chats import Chats, indices_of, make_model, of_all_ranks, reference, relative_error, say
+from tiny_chats import Chats, indices_of, leave, make_model, of_all_ranks, reference, relative_error, say
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -126,7 +125,7 @@ def main() -> None:
     begun = time.time()
     say(exactness=exactness())
     say(whole=whole_run(), seconds=time.time() - begun)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

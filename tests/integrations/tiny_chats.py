@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from typing import Any
@@ -128,6 +129,16 @@ def say(**values: Any) -> None:
     """Prints a line of JSON for the test to read, from rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("TOLD " + json.dumps(values), flush=True)
+
+
+def leave() -> None:
+    """The end of a program: destroys the process group, which what a trainer leaves behind as garbage would keep alive.
+
+    A thread of a group that still lives at the interpreter's exit can make it abort (see docs/failures.md).
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def told(output: str) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import gc
 import os
 import pickle
 import random
+import sys
+import threading
 import time
 import traceback
 import weakref
@@ -20,6 +22,7 @@ from scenarios import Spec, iterate, log_normal
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import odb
+from odb.exchange.monitor import Monitor
 from odb.testing import LengthsDataset, Seen, assert_each_once, assert_steps_aligned, collate, make_sample, record, seen
 
 pytestmark = pytest.mark.timeout(120)
@@ -149,6 +152,60 @@ def test_no_process_outlives_its_loader(how: str) -> None:
     for during, after, is_gone in ranks.values(2, forget, how):
         assert (during, after) == (3, 0)
         assert is_gone or how == "close"
+
+
+def collect_in_own_thread(rank: int, world_size: int) -> tuple[list[str], bool]:
+    """The loader is garbage that its own exchange's thread finds: what goes wrong unraised, and whether it closes."""
+    gone_wrong: list[str] = []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: gone_wrong.append(repr(unraisable.exc_value))
+    gc.disable()
+    try:
+        loader = SPEC.but(num_workers=0).loader(rank, world_size)
+        record(loader)
+        loader.myself = loader  # type: ignore[attr-defined]
+        del loader
+        monitor = next(thread for thread in threading.enumerate() if isinstance(thread, Monitor))
+        monitor.submit(gc.collect, 10.0)
+        closed = ranks.wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("odb-")], 10)
+        return gone_wrong, closed
+    finally:
+        gc.enable()
+        sys.unraisablehook = hook
+
+
+def test_a_loader_may_be_collected_in_its_own_thread() -> None:
+    assert ranks.values(2, collect_in_own_thread) == [([], True)] * 2
+
+
+def test_the_exit_waits_for_a_loader_that_a_daemon_collects() -> None:
+    code = """
+import gc, threading, time
+import odb.loader
+from odb.feed import backend
+from odb.testing import LengthsDataset, collate
+
+begun = threading.Event()
+
+class Slow(backend.InlineBackend):
+    def close(self, failure=""):
+        if not self._is_shut:
+            super().close(failure)
+            begun.set()
+            time.sleep(1.0)
+            print("closed", flush=True)
+
+if __name__ == "__main__":
+    odb.loader.InlineBackend = Slow
+    loader = odb.ODBDataLoader(LengthsDataset([4] * 8), token_budget=8, collate_fn=collate)
+    assert sum(1 for _ in loader) == 4
+    gc.disable()
+    loader.myself = loader
+    del loader
+    threading.Thread(target=gc.collect, daemon=True).start()
+    assert begun.wait(20)
+"""
+    done = ranks.run_script(code, timeout=60.0)
+    assert (done.returncode, "".join(done.stdout)) == (0, "closed\n"), done.output
 
 
 def test_a_closed_loader_says_so() -> None:
