@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import time
 from typing import Any
 
 import torch
@@ -132,11 +133,13 @@ def say(**values: Any) -> None:
 
 
 def leave() -> None:
-    """The end of a program: destroys the process group, which what a trainer leaves behind as garbage would keep alive.
+    """The end of a program: destroys the process group, which models under DDP would keep alive.
 
-    A thread of a group that still lives at the interpreter's exit can make it abort (see docs/failures.md).
+    A thread of a group that still lives at the interpreter's exit can make it abort (see docs/failures.md), and what
+    transformers' Trainer made lives on whatever we do: its threads get the time to let go of the last collective.
     """
     gc.collect()
+    time.sleep(0.2)
     if dist.is_initialized():
         dist.destroy_process_group()
 
