@@ -19,9 +19,13 @@ LINE = re.compile(r"rank (\d) epoch 2.0 steps (\d+) loss (\d\.\d{3}) -> (\d\.\d{
 
 @pytest.mark.timeout(200)
 def test_the_examples_run(tmp_path: Path) -> None:
-    code = f"import runpy, sys; sys.path.insert(0, {str(FOLDER)!r})\nif __name__ == '__main__':\n"
+    code = f"import runpy, sys; from accelerate import PartialState; sys.path.insert(0, {str(FOLDER)!r})\n"
+    # They share one process group, which each would end.
+    code += "end, PartialState.destroy_process_group = PartialState.destroy_process_group, lambda *_: None\n"
+    code += "if __name__ == '__main__':\n"
     for name in NAMES:
         code += f"    runpy.run_path({str(FOLDER / f'{name}.py')!r}, run_name='__main__')\n"
+    code += "    end(PartialState())\n"
     done = run_script(code, nproc=2, timeout=180.0, TMPDIR=str(tmp_path), ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.output
     lines = list(LINE.finditer("".join(done.stdout)))
