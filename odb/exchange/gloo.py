@@ -394,6 +394,8 @@ def _open_store(address: GlooAddress, tick: Callable[[], None], most_s: float = 
             lambda: dist.TCPStore(address.host, address.port, None, False, limit, wait_for_workers=False), limit_s, tick
         )
         return store, partial(descriptors.shut_down, descriptors.opened_since(before), peer_port=address.port)
+    except dist.DistError as error:
+        raise _unreachable(address, first_line(error)) from None
     except TimeoutError:
         raise ExchangeTimeout(
             f"connecting to rank {address.host_rank} under {address.host}:{address.port} hangs for more than {limit_s:g} s: "
@@ -423,12 +425,19 @@ def _patiently(
         TimeoutError: it took longer than `limit_s`. (The thread, a daemon, stays with it.)
     """
     future: Future[Any] = Future()
+    is_wanted = True
 
     def work() -> None:
         try:
-            future.set_result(make())
+            result = make()
         except BaseException as error:
-            future.set_exception(error)
+            if (
+                is_wanted
+            ):  # else its frames would keep what it used, sockets too, as long as the caller's own error lives
+                future.set_exception(error)
+        else:
+            if is_wanted:
+                future.set_result(result)
 
     thread = threading.Thread(target=work, name="odb-exchange-connect", daemon=True)
     thread.start()
@@ -439,9 +448,11 @@ def _patiently(
             if time.monotonic() > deadline:
                 raise TimeoutError(f"still blocked after {limit_s:g} s")
     except BaseException:
+        is_wanted = False
         if break_off is not None:
             break_off()
             thread.join(_STORE_LIMIT_S)
+        future = Future()
         raise
     return future.result()
 
