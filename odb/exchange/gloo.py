@@ -452,9 +452,13 @@ def _patiently(
         if break_off is not None:
             break_off()
             thread.join(_STORE_LIMIT_S)
-        future = Future()
         raise
-    return future.result()
+    else:
+        return future.result()
+    finally:
+        # An error refers to the frames that it came through, `work`'s among them: held by the future that `work` knows, it
+        # would keep what the call used, a store's socket too, until garbage is collected.
+        future = Future()
 
 
 def _join(store: Any, monitor: Monitor, address: GlooAddress, tick: Callable[[], None]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from worlds import World, connected
 
 from odb.errors import ExchangeError, ExchangeTimeout, PeerClosedError, PeerFailedError, PeerLostError
-from odb.exchange import _private, descriptors
+from odb.exchange import _private, descriptors, gloo
 from odb.exchange.base import Exchange
 from odb.exchange.gloo import GlooExchange, describe_differences, report_failure
 
@@ -433,3 +435,31 @@ def test_an_address_is_good_for_one_exchange_only() -> None:
         error = rank.result().error
     assert isinstance(error, ExchangeError)
     assert "used this address before" in str(error)
+
+
+class Held:
+    """Stands for a store's client, whose socket is open as long as it lives."""
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_call_in_a_thread_that_ends_with_an_error_keeps_nothing(is_given_up: bool) -> None:
+    """Not even until garbage is collected: what it used goes with its error."""
+    held = [Held()]
+    seen, go_on = weakref.ref(held[0]), threading.Event()
+
+    def make() -> None:
+        mine = held.pop()
+        assert not is_given_up or go_on.wait(5)
+        raise RuntimeError(f"{mine} broke")
+
+    def tick() -> None:
+        if is_given_up:
+            raise KeyError("enough")
+
+    gc.disable()
+    try:
+        with pytest.raises(KeyError if is_given_up else RuntimeError):
+            gloo._patiently(make, 5, tick, go_on.set)
+        assert seen() is None
+    finally:
+        gc.enable()
