@@ -425,19 +425,14 @@ def _patiently(
         TimeoutError: it took longer than `limit_s`. (The thread, a daemon, stays with it.)
     """
     future: Future[Any] = Future()
-    is_wanted = True
 
     def work() -> None:
         try:
-            result = make()
+            future.set_result(make())
         except BaseException as error:
-            if (
-                is_wanted
-            ):  # else its frames would keep what it used, sockets too, as long as the caller's own error lives
-                future.set_exception(error)
-        else:
-            if is_wanted:
-                future.set_result(result)
+            # `future` and this frame hold each other: what other frames hold would stay until garbage is collected.
+            _forget_frames(error)
+            future.set_exception(error)
 
     thread = threading.Thread(target=work, name="odb-exchange-connect", daemon=True)
     thread.start()
@@ -448,17 +443,11 @@ def _patiently(
             if time.monotonic() > deadline:
                 raise TimeoutError(f"still blocked after {limit_s:g} s")
     except BaseException:
-        is_wanted = False
         if break_off is not None:
             break_off()
             thread.join(_STORE_LIMIT_S)
         raise
-    else:
-        return future.result()
-    finally:
-        # An error refers to the frames that it came through, `work`'s among them: held by the future that `work` knows, it
-        # would keep what the call used, a store's socket too, until garbage is collected.
-        future = Future()
+    return future.result()
 
 
 def _join(store: Any, monitor: Monitor, address: GlooAddress, tick: Callable[[], None]) -> None:

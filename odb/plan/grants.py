@@ -96,7 +96,7 @@ def _level_of_the_rest(config: PlanConfig, table: ReportTable) -> npt.NDArray[np
     # What leaves in this very round is not known yet: a quarter of what is held, or more.
     emitted = int(table.emitted_samples.sum()) + int(table.num_held.sum()) // 4
     rest = max(0, config.sample_quota - emitted) * mean / len(table)
-    can_step = np.minimum(table.num_groups, table.num_held) >= config.grad_accum_steps
+    can_step = table.num_groups >= config.grad_accum_steps
     return np.maximum(max(step, rest), np.where(can_step, 0, table.held_tokens + step))
 
 
