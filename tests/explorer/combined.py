@@ -15,18 +15,16 @@ alike in these stand for one another where ranks meet; what becomes of each is f
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import chain, combinations_with_replacement, groupby, product
 from math import comb
 from typing import Any, NamedTuple
 
-import numpy as np
 import predicates
-from predicates import require
-from statespace import EARLIER_DIGEST, EVERY, MAX_ROUNDS, Explorer, Settled
+from statespace import EVERY, Explorer, Settled
 
-from odb.plan.types import Agreement, Plan, RoundState
+from odb.plan.types import Agreement, Plan
 
 Nodes = tuple[int, ...]  # windows of one rank, by number
 
@@ -61,23 +59,17 @@ class Member(NamedTuple):
 class FreelyCombined(Explorer):
     """Explores one configuration, any states of a round's ranks together."""
 
-    num_combinations: int = 0  # of kinds
-    num_agreed: int = 0
     _kinds: dict[Kind, dict[int, Member]] = field(default_factory=dict)
 
-    def run(self) -> FreelyCombined:
-        assert self.config.pad_to_multiple_of == 1 and self.config.cost_fn is None
-        start = replace(RoundState.start(0), agreement_digest=EARLIER_DIGEST)
-        frontier: dict[Past, set[int]] = {Past(0, 0): {self._between_id(start, False)}}
-        while frontier:
-            self.depth += 1
-            require(self.depth < MAX_ROUNDS, "termination", self.depth)
-            after: defaultdict[Past, set[int]] = defaultdict(set)
-            for past, states in frontier.items():
-                for now, state in self._any_round(past, states):
-                    after[now].add(state)
-            frontier = after
-        return self
+    def _first(self, state: int) -> dict[Past, set[int]]:
+        return {Past(0, 0): {state}}
+
+    def _layer(self, frontier: dict[Past, set[int]]) -> dict[Past, set[int]]:
+        after: defaultdict[Past, set[int]] = defaultdict(set)
+        for past, states in frontier.items():
+            for now, state in self._any_round(past, states):
+                after[now].add(state)
+        return after
 
     def _any_round(self, past: Past, states: set[int]) -> Iterator[tuple[Past, int]]:
         """All rounds of ranks in any of these states: the states after them, each with what then lies behind it."""
@@ -111,8 +103,7 @@ class FreelyCombined(Explorer):
                 self._look_again(at.result, groups)
                 yield *at.result, groups
             elif at.column is None:
-                first = [group[0] for group in groups]
-                self._settle_anew(self._table(first), self._cells_of(first), None)
+                self._settle_anew([group[0] for group in groups], None)
                 todo.append((at, groups))
             else:
                 for parts in self._split(groups, at.column):
@@ -131,18 +122,11 @@ class FreelyCombined(Explorer):
         for chosen in product(*choices):
             yield tuple(chain.from_iterable(chosen))
 
-    def _cells_of(self, nodes: Sequence[int]) -> list[tuple[Any, ...]]:
-        return [self._cells[self._proposals[node][3]] for node in nodes]
-
-    def _table(self, nodes: Sequence[int]) -> np.ndarray:
-        return np.stack([self._proposals[node][2] for node in nodes])
-
     def _look_again(self, known: tuple[Agreement, int], groups: tuple[Nodes, ...]) -> None:
         """One in so many times, others of the same groups."""
-        self.num_agreed += 1
-        last = [group[-1] for group in groups]
-        if self.num_agreed % EVERY == 0 or self.endings:
-            self._settle_anew(self._table(last), self._cells_of(last), known)
+        self.calls["agreed"] += 1
+        if self.calls["agreed"] % EVERY == 0 or self.endings:
+            self._settle_anew([group[-1] for group in groups], known)
 
     def _kind(self, rank: int, node: int, agreement: Agreement, agreed: int) -> Kind:
         plan, number = self._form(rank, node, agreement, agreed)
@@ -154,7 +138,6 @@ class FreelyCombined(Explorer):
         return kind
 
     def _meet(self, past: Past, kinds: tuple[Kind, ...]) -> Iterator[tuple[Past, int]]:
-        self.num_combinations += 1
         members = [list(self._kinds[kind].values()) for kind in kinds]
         totals = sum((same[0].plan.totals for same in members[1:]), members[0][0].plan.totals)
         data = totals.tobytes()

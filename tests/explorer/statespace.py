@@ -161,7 +161,6 @@ class Explorer:
     config: PlanConfig
     bounds: Bounds
     num_states: int = 0
-    num_transitions: int = 0
     endings: bool = True  # also closing, failing and drifting from every state
     depth: int = 0
     calls: Counter[str] = field(default_factory=Counter)
@@ -185,23 +184,26 @@ class Explorer:
         """Explores everything; raises `Broken` at the first state in which a guarantee does not hold."""
         assert self.config.pad_to_multiple_of == 1 and self.config.cost_fn is None
         start = replace(RoundState.start(0), agreement_digest=EARLIER_DIGEST)
-        frontier = {(self._between_id(start, False),) * self.bounds.world_size}
+        frontier = self._first(self._between_id(start, False))
         while frontier:
             self.depth += 1
             require(self.depth < MAX_ROUNDS, "termination", self.depth)
             frontier = self._layer(frontier)
         return self
 
+    def _first(self, state: int) -> Any:
+        """What `_layer` goes on from: the states of all ranks together."""
+        return {(state,) * self.bounds.world_size}
+
     def windows(self) -> set[Any]:
         """All that one rank may hold right after a draw, and what it knows, in any state that was explored."""
         return set(self._nodes)
 
-    def _layer(self, frontier: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    def _layer(self, frontier: Any) -> Any:
         after: set[tuple[int, ...]] = set()
         seen: set[tuple[int, ...]] = set()
         for joint in frontier:
             for node in self._joint_draws(joint):
-                self.num_transitions += 1
                 if node not in seen:
                     seen.add(node)
                     successor = self._round(node)
@@ -325,15 +327,19 @@ class Explorer:
     def _settle(self, node: tuple[int, ...]) -> tuple[Agreement, int]:
         key = tuple(self._proposals[n][3] for n in node)
         if key not in self._agreed:
-            cells = [self._cells[i] for i in key]
-            known = self._settled.find(cells)
+            known = self._settled.find(self._cells_of(node))
             if known is None or self.endings or len(self._agreed) % EVERY == 0:
-                known = self._settle_anew(np.stack([self._proposals[n][2] for n in node]), cells, known)
+                known = self._settle_anew(node, known)
             self._agreed[key] = known
         return self._agreed[key]
 
-    def _settle_anew(self, rows: np.ndarray, cells: list[tuple[Any, ...]], known: Any) -> tuple[Agreement, int]:
+    def _cells_of(self, nodes: Sequence[int]) -> list[tuple[Any, ...]]:
+        return [self._cells[self._proposals[node][3]] for node in nodes]
+
+    def _settle_anew(self, nodes: Sequence[int], known: tuple[Agreement, int] | None) -> tuple[Agreement, int]:
+        """What ranks with these windows agree on, which must be what is `known` of them already."""
         self.calls["settle"] += 1
+        rows = np.stack([self._proposals[node][2] for node in nodes])
         table = table_of(rows)
         agreement = self._settle_reports(table)
         facts = facts_of(agreement)
@@ -346,7 +352,7 @@ class Explorer:
         if known is not None:
             require(known[1] == number, "settle depends on what it reads alone", known, agreement)
             return known
-        self._settled.add(cells, table.seen, (agreement, number))
+        self._settled.add(self._cells_of(nodes), table.seen, (agreement, number))
         return agreement, number
 
     def _settle_reports(self, reports: Any) -> Agreement:
